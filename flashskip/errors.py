@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ._jit.cache import CacheError, DamagedEntryError
 from ._jit.compile import CompileError
 from ._jit.driver import DriverError
+from ._jit.entry import CacheError, DamagedEntryError
 from ._jit.error import FlashSkipError
 
 __all__ = [

@@ -1,84 +1,31 @@
 """Compiled kernels by key: memory, then a directory, then read-only seed directories.
 
-An entry is one file: magic, sizes, checksum, JSON metadata, payload. It appears by an atomic
-rename and is believed only if its checksum and its key are right, so neither a killed writer nor
-two at once can do harm; the lock merely saves work. A directory that cannot be used costs one
-warning, and the process goes on from memory. What a key stands for is not known here.
+Whole entries appear by themselves (see `entry`), so the lock merely saves work. A directory that
+cannot be used costs one warning, and the process goes on from memory. What a key stands for is not
+known here.
 """
 
 from __future__ import annotations
 
 import fcntl
-import hashlib
-import json
 import logging
 import os
 import re
-import secrets
 import shutil
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from .error import FlashSkipError
+from .entry import CacheError, DamagedEntryError, Entry, Key, publish, read_entry
 
 _LOG = logging.getLogger("flashskip")
-_MAGIC = b"flashskip\x00kernel\x001\n"
-_HEADER = struct.Struct("<QQ32s")  # metadata bytes, payload bytes, SHA-256 of both
 _ENTRY = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}\.kernel")
 _LEFTOVER = re.compile(_ENTRY.pattern + r"\.(lock|[0-9a-f]{16}\.tmp)")
-_FORMAT = b"1"  # part of every name: two versions of the package never fight over one file
-_LARGEST_BYTES = 1 << 28
 _LEFTOVER_SECONDS = 3600.0
 _POLL_SECONDS = 0.02
-
-
-class CacheError(FlashSkipError):
-    """The cache cannot give what was asked, and only the user can change that."""
-
-
-class DamagedEntryError(CacheError):
-    """A file in the cache is not a valid entry; it is rebuilt where that is possible."""
-
-
-@dataclass(frozen=True)
-class Key:
-    """What an entry is called. `content` leaves out what a seed's entry may differ in.
-
-    `label` is for messages.
-    """
-
-    content: str
-    digest: str
-    label: str = ""
-
-    @property
-    def file_name(self) -> str:
-        """The entry's name in a directory."""
-        digest = hashlib.sha256(_FORMAT + self.digest.encode()).hexdigest()
-        return f"{self._prefix}{digest[:32]}.kernel"
-
-    @property
-    def _prefix(self) -> str:
-        content = hashlib.sha256(_FORMAT + self.content.encode()).hexdigest()
-        return f"{content[:32]}-"
-
-    def is_content_of(self, file_name: str) -> bool:
-        """Whether a seed's file holds this content."""
-        return file_name.startswith(self._prefix)
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A payload and what is worth knowing about it (JSON values)."""
-
-    metadata: dict[str, Any]
-    payload: bytes
 
 
 class KernelCache:
@@ -114,6 +61,7 @@ class KernelCache:
         self._lock_seconds = lock_seconds
         self._memory: dict[str, Entry] = {}
         self._thread_locks: dict[str, threading.Lock] = {}
+        self._discarded: set[str] = set()
         self._warned: set[str] = set()
 
     def fetch(self, key: Key, build: Callable[[], Entry]) -> Entry:
@@ -150,12 +98,9 @@ class KernelCache:
         return entry
 
     def discard(self, key: Key) -> None:
-        """Forget an entry that turned out useless; seeds keep their files but are not asked again.
-
-        The caller builds it anew.
-        """
+        """Forget an entry that turned out useless, so that `fetch` builds it anew."""
         self._memory.pop(key.digest, None)
-        self.seeds = ()
+        self._discarded.add(key.digest)  # a seed keeps its file
         if self.directory is not None:
             with suppress(OSError):
                 (self.directory / key.file_name).unlink()
@@ -171,11 +116,11 @@ class KernelCache:
         return entry
 
     def _find_seed(self, key: Key) -> Entry | None:
-        for seed in self.seeds:
+        for seed in self.seeds if key.digest not in self._discarded else ():
             try:
                 names = sorted(filter(key.is_content_of, os.listdir(seed)))
             except OSError as error:
-                self._warn_once(f"cannot read the seed directory {seed}: {error}")
+                self._warn_once(f"cannot read FLASHSKIP_CACHE_SEED {seed}: {error}")
                 continue
             names.sort(key=key.file_name.__ne__)  # the exact one first
             for name in filter(_ENTRY.fullmatch, names):
@@ -192,8 +137,11 @@ class KernelCache:
                 raise DamagedEntryError(f"{path} is the entry of another key")
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except (OSError, DamagedEntryError) as error:
+        except (DamagedEntryError, IsADirectoryError) as error:
             self._warn_once(f"ignoring a damaged kernel in the cache and building it anew: {error}")
+            return None
+        except OSError as error:
+            self._warn_unusable(path.parent, error)
             return None
         return entry
 
@@ -203,21 +151,23 @@ class KernelCache:
         path = self.directory / key.file_name
         try:
             _make_private(self.directory)
-            write_entry(path, _with_key(entry, key))
+            publish(self.directory, key, entry)
             prune(self.directory, self.max_bytes, keep=path)
         except OSError as error:
-            self._warn_once(
-                f"cannot write to the kernel cache {self.directory} ({error}); kernels are kept in "
-                "memory and compiled again by the next process; set FLASHSKIP_CACHE_DIR to a "
-                "writable directory",
-                topic="write",
-            )
+            self._warn_unusable(self.directory, error)
+
+    def _warn_unusable(self, directory: Path, error: OSError) -> None:
+        self._warn_once(
+            f"cannot use the kernel cache {directory} ({error}); kernels are kept in memory and "
+            "compiled again by the next process; set FLASHSKIP_CACHE_DIR to a writable directory",
+            topic=str(directory),
+        )
 
     def _warn_once(self, message: str, topic: str | None = None) -> None:
         topic = topic or message
         if topic not in self._warned:
             self._warned.add(topic)
-            _LOG.warning(message)
+            _LOG.warning("%s", message)
 
     @contextmanager
     def _lock(self, key: Key) -> Iterator[None]:
@@ -265,56 +215,6 @@ class KernelCache:
                 time.sleep(_POLL_SECONDS)
             except OSError:  # a file system without locks
                 return
-
-
-def read_entry(path: Path) -> Entry:
-    """Read and check one file.
-
-    Raises
-    ------
-    OSError
-        The file cannot be read.
-    DamagedEntryError
-        It is not a whole entry, or its checksum is wrong.
-    """
-    with path.open("rb") as file:
-        if os.fstat(file.fileno()).st_size > _LARGEST_BYTES:
-            raise DamagedEntryError(f"{path} is too large")
-        data = file.read()
-    start = len(_MAGIC) + _HEADER.size
-    if len(data) < start or not data.startswith(_MAGIC):
-        raise DamagedEntryError(f"{path} has no valid header")
-    metadata_size, payload_size, checksum = _HEADER.unpack_from(data, len(_MAGIC))
-    if len(data) != start + metadata_size + payload_size:
-        raise DamagedEntryError(f"{path} has {len(data)} bytes, not those that its header says")
-    if hashlib.sha256(data[start:]).digest() != checksum:
-        raise DamagedEntryError(f"{path} has a wrong checksum")
-    try:
-        metadata = json.loads(data[start : start + metadata_size])
-        known = {"content", "digest"} <= metadata.keys()
-    except (ValueError, AttributeError):
-        known = False
-    if not known:
-        raise DamagedEntryError(f"{path} has no valid metadata")
-    return Entry(metadata, data[start + metadata_size :])
-
-
-def write_entry(path: Path, entry: Entry) -> None:
-    """Publish an entry: write it beside its place, then rename. No partial file remains."""
-    metadata = json.dumps(entry.metadata, sort_keys=True).encode()
-    body = metadata + entry.payload
-    header = _HEADER.pack(len(metadata), len(entry.payload), hashlib.sha256(body).digest())
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
-    try:
-        with temporary.open("xb") as file:
-            file.write(_MAGIC + header + body)
-        if path.is_dir() and not path.is_symlink():  # whatever it is, it is in an entry's place
-            shutil.rmtree(path)
-        temporary.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
 
 
 @dataclass(frozen=True)
@@ -393,7 +293,3 @@ def _matching(directory: Path, pattern: re.Pattern[str]) -> list[Path]:
 def _make_private(directory: Path) -> None:
     directory.parent.mkdir(parents=True, exist_ok=True)
     directory.mkdir(mode=0o700, exist_ok=True)
-
-
-def _with_key(entry: Entry, key: Key) -> Entry:
-    return replace(entry, metadata={**entry.metadata, "content": key.content, "digest": key.digest})

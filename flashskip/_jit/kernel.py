@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Mapping
 from ctypes import addressof, c_void_p
 from dataclasses import asdict
 from typing import Any
 
-from .cache import Entry, KernelCache, Key
+from .cache import KernelCache
 from .compile import Compiled, Program, compile_cubin, nvrtc_version
 from .driver import DriverError, call, driver
+from .entry import Entry, Key
 
+_LOG = logging.getLogger("flashskip")
 _DEFAULT_SHARED_BYTES = 48 * 1024  # more must be asked for
 
 
 def key_of(program: Program) -> Key:
     """Return the name of a program in the cache."""
     return Key(program.content, program.digest(nvrtc_version()), program.symbol)
+
+
+def build(program: Program) -> Entry:
+    """Compile a program into what the cache keeps."""
+    compiled = compile_cubin(program)
+    about = {"symbol": program.symbol, "flags": program.flags, "nvrtc": nvrtc_version()}
+    return Entry({**about, **_report(asdict(compiled))}, compiled.cubin)
 
 
 def fetch(program: Program, cache: KernelCache) -> Compiled:
@@ -30,13 +40,7 @@ def fetch(program: Program, cache: KernelCache) -> Compiled:
     CompileError
         It cannot be compiled.
     """
-
-    def build() -> Entry:
-        compiled = compile_cubin(program)
-        about = {"symbol": program.symbol, "flags": program.flags, "nvrtc": nvrtc_version()}
-        return Entry({**about, **_report(asdict(compiled))}, compiled.cubin)
-
-    entry = cache.fetch(key_of(program), build)
+    entry = cache.fetch(key_of(program), lambda: build(program))
     return Compiled(cubin=entry.payload, **_report(entry.metadata))
 
 
@@ -55,6 +59,9 @@ def load(program: Program, cache: KernelCache) -> Kernel:
     except DriverError as error:
         if not error.blames_image:
             raise
+        _LOG.warning(
+            "the driver refuses the cached %s; compiling it anew: %s", program.symbol, error
+        )
     cache.discard(key_of(program))
     return Kernel(program, fetch(program, cache))
 
