@@ -1,0 +1,244 @@
+"""Tensors against what a plan expects. Only properties are looked at here, and CPU contents."""
+
+from __future__ import annotations
+
+import torch
+
+from flashskip._options import refuse
+
+
+def check_count(name: str, value: object, least: int = 1) -> None:
+    """Raise unless `value` is an int of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r}; expected an int. Pass a Python int.")
+    refuse(value < least, f"{name} is {value}", f"at least {least}", "Correct the value")
+
+
+def check_heads(num_qo_heads: object, num_kv_heads: object) -> int:
+    """Return the GQA group size, an integer ratio."""
+    check_count("num_qo_heads", num_qo_heads)
+    check_count("num_kv_heads", num_kv_heads)
+    assert isinstance(num_qo_heads, int)
+    assert isinstance(num_kv_heads, int)
+    refuse(
+        num_qo_heads % num_kv_heads != 0,
+        f"num_qo_heads is {num_qo_heads} with num_kv_heads={num_kv_heads}",
+        "a multiple of num_kv_heads",
+        "Every KV head must serve the same number of query heads",
+    )
+    return num_qo_heads // num_kv_heads
+
+
+def check_vector(
+    name: str,
+    t: object,
+    length: int | None,
+    *,
+    dtype: torch.dtype = torch.int32,
+    device: torch.device | None = None,
+) -> None:
+    """Raise unless `t` is a contiguous vector of this dtype, length and device."""
+    if not isinstance(t, torch.Tensor):
+        raise TypeError(f"{name} is {type(t).__name__}; expected a torch.Tensor. Convert it first.")
+    refuse(
+        t.dtype != dtype,
+        f"{name} has dtype {t.dtype}",
+        str(dtype),
+        f"Convert it with {name}.to({dtype})",
+    )
+    refuse(t.dim() != 1, f"{name} has shape {tuple(t.shape)}", "one dimension", "Flatten it")
+    refuse(
+        length is not None and t.shape[0] != length,
+        f"{name} has {t.shape[0]} entries",
+        f"{length}",
+        "Make it match the batch size, which is len(indptr) - 1",
+    )
+    refuse(
+        not t.is_contiguous(),
+        f"{name} has stride {t.stride()}",
+        "a contiguous tensor",
+        "Call .contiguous(), and write later changes into that copy",
+    )
+    refuse(
+        device is not None and t.device != device,
+        f"{name} is on {t.device}",
+        f"{device}, where the other tensors are",
+        "Move it there",
+    )
+
+
+def check_indptr(name: str, t: object, batch_size: int | None = None) -> int:
+    """Return the batch size; the contents are looked at on the CPU only."""
+    check_vector(name, t, None if batch_size is None else batch_size + 1)
+    assert isinstance(t, torch.Tensor)
+    refuse(t.shape[0] == 0, f"{name} is empty", "batch_size + 1 entries", "Begin it with 0")
+    if t.device.type == "cpu":
+        check_indptr_contents(name, t)
+    return t.shape[0] - 1
+
+
+def check_indptr_contents(name: str, t: torch.Tensor) -> None:
+    """Raise unless `t` starts at 0 and never decreases."""
+    refuse(int(t[0]) != 0, f"{name}[0] is {int(t[0])}", "0", "Offsets count from the first row")
+    steps = t[1:] - t[:-1]
+    if bool((steps < 0).any()):
+        i = int((steps < 0).nonzero()[0])
+        raise ValueError(
+            f"{name}[{i + 1}] is {int(t[i + 1])} after {int(t[i])}; expected offsets that never "
+            f"decrease. "
+            "Sort the requests' offsets."
+        )
+
+
+def check_pages_contents(
+    indptr: torch.Tensor,
+    indices: torch.Tensor,
+    last_page_len: torch.Tensor,
+    page_size: int,
+    num_pages: int | None = None,
+) -> None:
+    """Raise unless a page table describes pages that exist, filled within their size."""
+    refuse(
+        int(indptr[-1]) > indices.shape[0],
+        f"paged_kv_indptr ends at {int(indptr[-1])}",
+        f"at most len(paged_kv_indices), {indices.shape[0]}",
+        "Pass the page ids of every request",
+    )
+    has_pages = indptr[1:] > indptr[:-1]
+    bad = has_pages & ((last_page_len < 1) | (last_page_len > page_size))
+    if bool(bad.any()):
+        i = int(bad.nonzero()[0])
+        raise ValueError(
+            f"paged_kv_last_page_len[{i}] is {int(last_page_len[i])}; expected 1 to page_size "
+            f"({page_size}). "
+            "Drop empty pages from paged_kv_indices instead."
+        )
+    used = indices[: int(indptr[-1])]
+    outside = used < 0
+    if num_pages is not None:
+        outside |= used >= num_pages
+    if bool(outside.any()):
+        i = int(outside.nonzero()[0])
+        limit = (
+            "0 or more" if num_pages is None else f"0 to {num_pages - 1}, the pages of the cache"
+        )
+        raise ValueError(
+            f"paged_kv_indices[{i}] is {int(used[i])}; expected {limit}. Correct the page table."
+        )
+
+
+def check_tensor(
+    name: str,
+    t: object,
+    shape: tuple[int | None, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Raise unless `t` has this shape (None: any), dtype, device, and readable strides."""
+    if not isinstance(t, torch.Tensor):
+        raise TypeError(f"{name} is {type(t).__name__}; expected a torch.Tensor. Convert it first.")
+    matches = t.dim() == len(shape) and all(
+        b is None or a == b for a, b in zip(t.shape, shape, strict=True)
+    )
+    wanted = ", ".join("any" if n is None else str(n) for n in shape)
+    refuse(
+        not matches,
+        f"{name} has shape {tuple(t.shape)}",
+        f"({wanted}), as planned",
+        "Reshape it or plan again",
+    )
+    refuse(t.dtype != dtype, f"{name} has dtype {t.dtype}", f"{dtype}, as planned", "Plan again")
+    refuse(
+        t.device != device, f"{name} is on {t.device}", f"{device}", "Move it there or plan again"
+    )
+    check_strides(name, t)
+
+
+def check_strides(name: str, t: torch.Tensor) -> None:
+    """Raise unless rows are contiguous and 16-byte aligned, which the copy engine needs."""
+    if t.numel() == 0:
+        return
+    refuse(
+        t.shape[-1] > 1 and t.stride(-1) != 1,
+        f"{name} has stride {t.stride(-1)} in its last dimension",
+        "1",
+        "Call .contiguous()",
+    )
+    size = t.element_size()
+    for i in range(t.dim() - 1):
+        refuse(
+            t.shape[i] > 1 and t.stride(i) * size % 16 != 0,
+            f"{name} has stride {t.stride(i) * size} bytes in dimension {i}",
+            "a multiple of 16 bytes",
+            "Call .contiguous() or pad the rows",
+        )
+    refuse(
+        t.data_ptr() % 16 != 0,
+        f"{name} starts at an address that is not a multiple of 16 bytes",
+        "16-byte alignment",
+        "Call .clone(), or slice at another element",
+    )
+
+
+def check_forward_only(**tensors: torch.Tensor) -> None:
+    """Raise where a gradient would be expected: the kernels have no backward pass."""
+    if torch.is_grad_enabled():
+        for name, t in tensors.items():
+            refuse(
+                t.requires_grad,
+                f"{name} requires a gradient",
+                "tensors without gradient: flashskip is forward only",
+                "Call under torch.no_grad() or pass a detached tensor",
+            )
+
+
+def check_indices(
+    *,
+    qo_indptr: torch.Tensor | None = None,
+    kv_indptr: torch.Tensor | None = None,
+    paged_kv_indptr: torch.Tensor | None = None,
+    paged_kv_indices: torch.Tensor | None = None,
+    paged_kv_last_page_len: torch.Tensor | None = None,
+    page_size: int | None = None,
+    num_pages: int | None = None,
+) -> None:
+    """Check the contents of index tensors, wherever they are.
+
+    `plan()` checks contents on the CPU only, because reading a CUDA tensor waits for the GPU; this
+    function does wait.
+
+    Parameters
+    ----------
+    qo_indptr, kv_indptr : torch.Tensor, optional
+        int32 ``[batch_size + 1]``.
+    paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len : torch.Tensor, optional
+        The page table, all three or none: int32 ``[batch_size + 1]``, ``[num_indices]``,
+        ``[batch_size]``.
+    page_size : int, optional
+        Tokens of a page; needed with a page table.
+    num_pages : int, optional
+        Pages of the cache; without it page ids have no upper limit.
+
+    Raises
+    ------
+    ValueError
+        If offsets do not start at 0 or decrease, a last page is empty or overfull, or a page id
+        lies outside the cache.
+    """
+    for name, indptr in (("qo_indptr", qo_indptr), ("kv_indptr", kv_indptr)):
+        if indptr is not None:
+            check_indptr(name, indptr.cpu())
+    table = (paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
+    given = [t.cpu() for t in table if t is not None]
+    refuse(
+        0 < len(given) < 3 or (bool(given) and page_size is None),
+        f"{len(given)} of the three page table tensors are given, page_size is {page_size}",
+        "paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len and page_size together",
+        "Pass all four",
+    )
+    if given:
+        assert page_size is not None
+        batch_size = check_indptr("paged_kv_indptr", given[0])
+        check_vector("paged_kv_indices", given[1], None)
+        check_vector("paged_kv_last_page_len", given[2], batch_size)
+        check_pages_contents(given[0], given[1], given[2], page_size, num_pages)

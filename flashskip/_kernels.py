@@ -1,0 +1,139 @@
+"""From a Variant to a loaded kernel: the only module that sees both attention and the JIT."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from flashskip import _env
+from flashskip._jit.compile import Program
+from flashskip._jit.kernel import Kernel, load
+from flashskip._jit.params import ParamTable
+from flashskip._jit.render import render
+from flashskip._tiles import PrefillTile, tile_for
+from flashskip.geometry import ORDERS, Geometry
+from flashskip.variant import Variant
+
+# Keys of one prefill decision where the caller does not choose.
+DEFAULT_VOTE_KV = 64
+
+# Where the final threshold of a request comes from (csrc/threshold.cuh reads these).
+_THRESHOLD = [
+    ("threshold", "const float*"),  # [batch_size] or null: then threshold_value for all
+    ("threshold_kv_len", "const int32_t*"),  # [batch_size] or null: then the request's own length
+    ("threshold_value", "float"),
+    ("length_exponent", "float"),  # c of F / L^c
+    ("threshold_is_factor", "int32_t"),  # the value is F, not lambda
+    ("overflow_is_dense", "int32_t"),  # F / L^c >= 1: run dense, else lambda = 1
+    ("stats", "int64_t*"),  # [batch_size, heads, 2]: skipped, visited decisions
+]
+
+PREFILL_PARAMS = ParamTable(
+    "PrefillParams",
+    [
+        ("q_map", "TensorMap"),
+        ("k_map", "TensorMap"),
+        ("v_map", "TensorMap"),
+        ("o", "void*"),  # [nnz_qo, num_qo_heads, head_dim_vo]
+        ("lse", "float*"),  # [nnz_qo, num_qo_heads], contiguous, or null
+        ("qo_indptr", "const int32_t*"),  # [batch_size + 1]
+        ("kv_indptr", "const int32_t*"),  # [batch_size + 1]
+        ("work_counter", "uint32_t*"),  # [2]: next work item, finished CTAs; both 0 between runs
+        ("o_stride_token", "int64_t"),  # elements
+        ("o_stride_head", "int64_t"),
+        ("nnz_qo", "int32_t"),  # rows of q: no request reaches beyond
+        ("nnz_kv", "int32_t"),  # rows of k and v
+        ("batch_size", "int32_t"),
+        ("num_qo_heads", "int32_t"),
+        ("num_kv_heads", "int32_t"),
+        ("sm_scale_log2", "float"),  # sm_scale * log2(e)
+        ("lse_scale", "float"),  # 1 for base 2, ln 2 for base e
+        *_THRESHOLD,
+    ],
+)
+
+DECODE_PARAMS = ParamTable(
+    "DecodeParams",
+    [
+        ("k_map", "TensorMap"),  # paged_tma
+        ("v_map", "TensorMap"),
+        ("q", "const void*"),  # [batch_size * q_len_per_req, num_qo_heads, head_dim]
+        ("k_cache", "const void*"),  # paged_gather
+        ("v_cache", "const void*"),
+        ("o", "void*"),
+        ("lse", "float*"),  # [tokens, num_qo_heads], contiguous, or null
+        ("indptr", "const int32_t*"),  # [batch_size + 1]
+        ("indices", "const int32_t*"),  # [num_indices]
+        ("last_page_len", "const int32_t*"),  # [batch_size]
+        ("partial", "float*"),  # two segments per CTA: [grid, 2, rows, head_dim_vo + 2]
+        ("merge_counter", "uint32_t*"),  # [grid], 0 between runs
+        ("q_stride_token", "int64_t"),  # elements
+        ("q_stride_head", "int64_t"),
+        ("o_stride_token", "int64_t"),
+        ("o_stride_head", "int64_t"),
+        ("k_stride_page", "int64_t"),  # of the cache, elements
+        ("k_stride_token", "int64_t"),
+        ("k_stride_head", "int64_t"),
+        ("v_stride_page", "int64_t"),
+        ("v_stride_token", "int64_t"),
+        ("v_stride_head", "int64_t"),
+        ("batch_size", "int32_t"),
+        ("num_qo_heads", "int32_t"),
+        ("num_kv_heads", "int32_t"),
+        ("q_len_per_req", "int32_t"),
+        ("page_size", "int32_t"),
+        ("num_pages", "int32_t"),  # of the cache: a page id outside reads as zeros
+        ("num_indices", "int32_t"),
+        ("sm_scale_log2", "float"),
+        ("lse_scale", "float"),
+        *_THRESHOLD,
+    ],
+)
+
+
+def params_for(v: Variant) -> ParamTable:
+    """Return the table of what a launch of `v` passes."""
+    return PREFILL_PARAMS if v.op == "prefill" else DECODE_PARAMS
+
+
+@cache
+def program_for(v: Variant) -> Program:
+    """Render `v` into all that the compiler sees and a launch needs."""
+    tile = tile_for(v)
+    source = render(f"{v.op}_sm90.cu.jinja", v=v, t=tile, wgmma=tile.wgmma(v), params=params_for(v))
+    return Program(
+        symbol=v.symbol,
+        arch=v.arch,
+        source=source,
+        block=tile.threads,
+        shared_bytes=tile.shared_bytes(v),
+    )
+
+
+@cache
+def kernel_for(v: Variant) -> Kernel:
+    """Return the loaded kernel of `v`: from memory, the disk cache, or the compiler."""
+    kernel = load(program_for(v), _env.kernel_cache())
+    _env.record_used(v.symbol)
+    return kernel
+
+
+def geometry_for(v: Variant, *, window_left: int) -> Geometry:
+    """Return which rows and keys of a prefill decide together in the kernel of `v`."""
+    tile = tile_for(v)
+    assert isinstance(tile, PrefillTile)
+    return Geometry.prefill(
+        rows_per_block=tile.tile_q,
+        keys_per_load=tile.tile_kv,
+        keys_per_vote=v.vote_kv or DEFAULT_VOTE_KV,
+        order=v.order or ORDERS[0],
+        causal=v.causal,
+        window_left=window_left,
+    )
+
+
+def workspace_bytes(v: Variant, grid: int) -> int:
+    """Return the scratch memory of a launch, which depends on the number of CTAs alone."""
+    if v.op == "prefill":
+        return 0
+    assert v.rows is not None
+    return grid * 2 * v.rows * (v.head_dim_vo + 2) * 4  # two cut segments per CTA, fp32

@@ -1,0 +1,77 @@
+"""Tensors to the maps by which kernels load them with the copy engine (TMA)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from flashskip._jit.tensor_map import tensor_map
+from flashskip._tiles import PrefillTile, tile_for
+from flashskip.variant import Variant
+
+Map = np.ndarray[Any, np.dtype[np.uint8]]
+
+CHUNK = 64  # 16-bit elements in the 128 bytes that a swizzle spans
+PAGE_TILE = 64  # keys of a decode tile: the most rows one box takes from a page
+
+# A ragged map reaches row r of a request of n rows at token `start` through coordinates
+# (row = 2**30 - n + r, y = start + n, x = 2**30): the row's own limit 2**30 then ends the request,
+# so rows
+# past it read as zeros. The strides of x and y cancel what that adds to the address (modulo 2**64).
+ROW_LIMIT = 2**30
+OFFSET_LIMIT = 2**31 - 65536
+WRAP_BYTES = 2**34
+
+
+def ragged_map(t: torch.Tensor, dtype: str, box_rows: int) -> Map:
+    """Map of `t` ``[tokens, heads, dim]`` by (column, row, head, y, x), boxes of 64 columns."""
+    _, heads, dim = t.shape
+    token = t.stride(0) * t.element_size()
+    head = t.stride(1) * t.element_size()
+    return tensor_map(
+        t.data_ptr(),
+        dtype,
+        (dim, ROW_LIMIT, heads, OFFSET_LIMIT, OFFSET_LIMIT),
+        (token, head, token, WRAP_BYTES - token),
+        (CHUNK, box_rows, 1, 1, 1),
+        128,
+    )
+
+
+def paged_map(t: torch.Tensor, dtype: str) -> Map:
+    """Map of a cache view ``[pages, page_size, heads, dim]`` by (column, token, head, page)."""
+    pages, page_size, heads, dim = t.shape
+    page, token, head, _ = (s * t.element_size() for s in t.stride())
+    return tensor_map(
+        t.data_ptr(),
+        dtype,
+        (dim, page_size, heads, pages),
+        (token, head, page),
+        (CHUNK, min(page_size, PAGE_TILE), 1, 1),
+        128,
+    )
+
+
+def tma_pages(page_size: int) -> bool:
+    """Whether tiles of 64 keys are whole boxes of pages, aligned to the swizzle's 8 rows."""
+    return page_size % PAGE_TILE == 0 or page_size in (8, 16, 32)
+
+
+def prefill_maps(
+    v: Variant, q: torch.Tensor, k: torch.Tensor, value: torch.Tensor
+) -> dict[str, Map]:
+    """Return the maps in a prefill's launch record."""
+    tile = tile_for(v)
+    assert isinstance(tile, PrefillTile)
+    return {
+        "q_map": ragged_map(q, v.q_dtype, tile.tile_q),
+        "k_map": ragged_map(k, v.kv_dtype, tile.tile_kv),
+        "v_map": ragged_map(value, v.kv_dtype, tile.tile_kv),
+    }
+
+
+def decode_maps(v: Variant, k: torch.Tensor, value: torch.Tensor) -> dict[str, Map]:
+    """Return the maps in a decode's launch record."""
+    return {"k_map": paged_map(k, v.kv_dtype), "v_map": paged_map(value, v.kv_dtype)}

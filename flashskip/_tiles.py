@@ -1,0 +1,141 @@
+"""Variant -> Tile: how much one CTA holds at a time, with the reason for each number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashskip.variant import Variant
+
+WARPGROUP = 128  # threads
+MAX_SHARED_BYTES = 232_448  # dynamic shared memory of one CTA on sm_90
+
+
+@dataclass(frozen=True)
+class Wgmma:
+    """One matrix instruction m64 n`n` k16 that a template needs, as a C++ function `name`."""
+
+    name: str
+    n: int
+    a_in_registers: bool = False
+    transpose_a: bool = False
+    transpose_b: bool = False
+
+    @property
+    def registers(self) -> range:
+        """Accumulator registers of a thread, the first operands."""
+        return range(self.n // 2)
+
+    @property
+    def a_operand(self) -> str:
+        """A as the instruction names it: four registers, or one descriptor."""
+        first = self.n // 2
+        if not self.a_in_registers:
+            return f"%{first}"
+        return "{" + ", ".join(f"%{first + i}" for i in range(4)) + "}"
+
+    @property
+    def b_operand(self) -> int:
+        """Operand number of B's descriptor."""
+        return self.n // 2 + (4 if self.a_in_registers else 1)
+
+    @property
+    def scale_operand(self) -> int:
+        """Operand number of the flag that keeps what D holds."""
+        return self.b_operand + 1
+
+    @property
+    def transposes(self) -> str:
+        """Transpose immediates; a register A has none."""
+        b = f", {int(self.transpose_b)}"
+        return b if self.a_in_registers else f", {int(self.transpose_a)}" + b
+
+
+@dataclass(frozen=True)
+class PrefillTile:
+    """Rows and keys of a prefill CTA: consumer warpgroups of 64 rows, and loading warps."""
+
+    consumer_warpgroups: int
+    tile_kv: int
+    k_stages: int
+    v_stages: int
+    producer_warps: int
+    producer_registers: int
+    consumer_registers: int
+    pv_parts: int = 1  # P.V of a tile in so many parts, each under the exponentials of the next
+
+    @property
+    def tile_q(self) -> int:
+        """Query rows of a CTA: the row block that shares K and V."""
+        return 64 * self.consumer_warpgroups
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return WARPGROUP * self.consumer_warpgroups + 32 * self.producer_warps
+
+    def votes(self, v: Variant) -> int:
+        """Decisions of a warpgroup per load tile; a dense kernel counts as one."""
+        return self.tile_kv // (v.vote_kv or self.tile_kv)
+
+    def wgmma(self, v: Variant) -> tuple[Wgmma, ...]:
+        """Return the matrix instructions of this tile."""
+        return (
+            Wgmma("wgmma_qk", self.tile_kv),
+            Wgmma("wgmma_pv", v.head_dim_vo, a_in_registers=True, transpose_b=True),
+        )
+
+    def shared_bytes(self, v: Variant) -> int:
+        """Return the dynamic shared memory of a CTA; the template asserts the same number."""
+        q = self.tile_q * v.head_dim_qk * 2
+        kv = self.tile_kv * 2 * (self.k_stages * v.head_dim_qk + self.v_stages * v.head_dim_vo)
+        work_slots = 2 * 32
+        barriers = 2 * (2 + self.consumer_warpgroups + self.k_stages + self.v_stages)
+        return q + kv + work_slots + 8 * barriers
+
+
+@dataclass(frozen=True)
+class DecodeTile:
+    """Keys of a decode CTA: one warpgroup loads, one scores and votes, one accumulates."""
+
+    k_stages: int
+    v_stages: int
+    tile_kv: int = 64
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return 3 * WARPGROUP
+
+    def wgmma(self, v: Variant) -> tuple[Wgmma, ...]:
+        """Return the matrix instructions of this tile: keys (then channels) are the 64 rows."""
+        assert v.rows is not None
+        return (
+            Wgmma("wgmma_qk", v.rows),
+            Wgmma("wgmma_pv", v.rows, transpose_a=True),
+        )
+
+    def shared_bytes(self, v: Variant) -> int:
+        """Return the dynamic shared memory of a CTA; the template asserts the same number."""
+        assert v.rows is not None
+        kv = self.tile_kv * 2 * (self.k_stages * v.head_dim_qk + self.v_stages * v.head_dim_vo)
+        q = v.rows * v.head_dim_qk * 2
+        p = self.v_stages * v.rows * self.tile_kv * 2
+        return 1024 + kv + q + p + 4096
+
+
+def tile_for(v: Variant) -> PrefillTile | DecodeTile:
+    """Return the tile of `v`."""
+    if v.op == "prefill":
+        # Three warpgroups of 64 rows share each K and V tile: fewest bytes and instructions per
+        # FLOP.
+        return PrefillTile(
+            3,
+            128,
+            k_stages=2,
+            v_stages=2,
+            producer_warps=4,
+            producer_registers=32,
+            consumer_registers=160,
+        )
+    # 16 KiB stages; six of each keep 192 KiB in flight, more than latency times bandwidth of an SM.
+    return DecodeTile(k_stages=6, v_stages=6)

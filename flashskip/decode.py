@@ -1,0 +1,315 @@
+"""Decode attention over a paged KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from flashskip import _maps, reference
+from flashskip._checks import (
+    check_count,
+    check_heads,
+    check_indptr,
+    check_pages_contents,
+    check_tensor,
+    check_vector,
+)
+from flashskip._options import PlanOptions, refuse, takes_plan_options
+from flashskip._wrapper import BatchWrapper, Plan, dtype_name, target_device
+from flashskip.geometry import Geometry
+from flashskip.variant import Variant
+
+PagedKV = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+class BatchDecodeWrapper(BatchWrapper):
+    """Attention of one new token per request on a paged cache; V of a skipped tile is never loaded.
+
+    Plan once per batch shape, then run once per layer and step. Lengths and page ids live on the
+    GPU:
+    new ones written in place are honoured by the next run or graph replay. CPU tensors run the
+    reference implementation.
+
+    Parameters
+    ----------
+    float_workspace_buffer : torch.Tensor, optional
+        Scratch memory of at least `workspace_bytes`; allocated if None. Its device is where the
+        plan
+        will run.
+    kv_layout : {"NHD", "HND"}
+        ``[pages, (2,) page_size, num_kv_heads, head_dim]``, or with the middle two swapped.
+
+    Examples
+    --------
+    >>> import torch, flashskip
+    >>> cache = torch.randn(12, 2, 16, 2, 64, dtype=torch.bfloat16)  # 12 pages of 16 tokens
+    >>> q = torch.randn(2, 8, 64, dtype=torch.bfloat16)
+    >>> indptr = torch.tensor([0, 4, 12], dtype=torch.int32)
+    >>> indices = torch.arange(12, dtype=torch.int32)
+    >>> last_page_len = torch.tensor([16, 3], dtype=torch.int32)
+    >>> wrapper = flashskip.BatchDecodeWrapper(torch.empty(0))  # a CPU workspace: run on the CPU
+    >>> wrapper.plan(indptr, indices, last_page_len, 8, 2, 64, 16, q_data_type=q.dtype,
+    ...              skip_softmax_threshold=0.01)
+    >>> wrapper.run(q, cache).shape
+    torch.Size([2, 8, 64])
+    """
+
+    @takes_plan_options
+    def plan(
+        self,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        *,
+        q_len_per_req: int = 1,
+        **options: Any,
+    ) -> None:
+        """Prepare runs: check, choose and load the kernel.
+
+        Never reads a GPU tensor and never waits for the GPU.
+
+        Parameters
+        ----------
+        indptr, indices, last_page_len : torch.Tensor
+            The page table: int32 ``[batch_size + 1]``, ``[num_indices]``, ``[batch_size]``. CUDA
+            tensors
+            are used in place; CPU tensors are copied once for a plan that runs on a GPU. `indices`
+            may
+            be longer than ``indptr[-1]``: room to grow.
+        num_qo_heads, num_kv_heads : int
+            Query heads, any multiple of the KV heads.
+        head_dim : int
+            Channels of q, k, v and the output.
+        page_size : int
+            Tokens of a page, at least 1.
+        q_len_per_req : int
+            New tokens of each request, 1 to 8.
+        **options
+            See `flashskip.PlanOptions`; `causal` and `order` have no effect in decode and are
+            refused.
+
+        Raises
+        ------
+        ValueError, TypeError
+            An argument is wrong, or has no effect in this combination.
+        UnsupportedVariant
+            No kernel has this combination; the message lists alternatives.
+        """
+        for name in ("causal", "order"):
+            refuse(
+                name in options,
+                f"{name} is given to decode, where it has no effect",
+                "it in prefill only",
+                f"Drop {name}",
+            )
+        checked = PlanOptions(**options)
+        group_size = check_heads(num_qo_heads, num_kv_heads)
+        check_count("head_dim", head_dim)
+        check_count("page_size", page_size)
+        check_count("q_len_per_req", q_len_per_req)
+        refuse(q_len_per_req > 8, f"q_len_per_req is {q_len_per_req}", "1 to 8", "Use prefill")
+        batch_size = check_indptr("indptr", indptr)
+        check_vector("indices", indices, None, device=indptr.device)
+        check_vector("last_page_len", last_page_len, batch_size, device=indptr.device)
+        if indptr.device.type == "cpu":
+            check_pages_contents(indptr, indices, last_page_len, page_size)
+        self._page_size, self._q_len_per_req = page_size, q_len_per_req
+        tensors = {"indptr": indptr, "indices": indices, "last_page_len": last_page_len}
+        device = target_device(self._workspace, tensors)
+        plan = Plan(
+            options=checked,
+            variant=self._variant(checked, head_dim, group_size),
+            geometry=Geometry.decode(group_size, window_left=checked.window_left),
+            device=device,
+            batch_size=batch_size,
+            num_qo_heads=num_qo_heads,
+            num_kv_heads=num_kv_heads,
+            indices=tensors,
+        )
+        self._adopt(plan, stats_heads=num_kv_heads)
+        if plan.kernel is not None:
+            self._fill_plan(plan, tensors)
+
+    def run(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: PagedKV,
+        *,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        lse_base: str = "log2",
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Attend. Never compiles, never waits for the GPU, can be captured in a CUDA graph.
+
+        Parameters
+        ----------
+        q : torch.Tensor
+            ``[batch_size * q_len_per_req, num_qo_heads, head_dim]``.
+        paged_kv_cache : torch.Tensor or tuple of torch.Tensor
+            One 5-D tensor ``[pages, 2, ...]`` or a pair (k, v) of 4-D tensors ``[pages, ...]`` in
+            the
+            wrapper's layout. Pages may lie at any stride that is a multiple of 16 bytes.
+        k_scale, v_scale : float or torch.Tensor, optional
+            Of an FP8 cache.
+        out : torch.Tensor, optional
+            ``[batch_size * q_len_per_req, num_qo_heads, head_dim]``.
+        lse : torch.Tensor, optional
+            fp32 ``[batch_size * q_len_per_req, num_qo_heads]``, contiguous; filled when given.
+        return_lse : bool
+            Return (output, lse) instead of the output.
+        lse_base : {"log2", "e"}
+            Base of the logarithm.
+
+        Returns
+        -------
+        torch.Tensor or tuple of torch.Tensor
+            The output, then the LSE with `return_lse`, then the bound with `collect_bound`. A
+            request
+            without keys is 0 with LSE -inf.
+
+        Raises
+        ------
+        RuntimeError
+            There is no plan.
+        ValueError, TypeError
+            A tensor does not match the plan, or requires a gradient.
+        """
+        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+            refuse(
+                scale is not None,
+                f"{name} is given with a {self._planned().options.kv_dtype} cache, where it has "
+                f"no effect",
+                f"{name} with an FP8 cache only",
+                f"Drop {name}",
+            )
+        pair = (
+            [paged_kv_cache] if isinstance(paged_kv_cache, torch.Tensor) else list(paged_kv_cache)
+        )
+        return self._run([q, *pair], out, lse, return_lse, lse_base)
+
+    def _variant(self, options: PlanOptions, head_dim: int, group_size: int) -> Variant:
+        return Variant(
+            op="decode",
+            q_dtype=dtype_name(options.q_data_type),
+            kv_dtype=dtype_name(options.kv_dtype),
+            o_dtype=dtype_name(options.o_dtype),
+            head_dim_qk=head_dim,
+            head_dim_vo=head_dim,
+            kv_path="paged_tma" if _maps.tma_pages(self._page_size) else "paged_gather",
+            rows=min(-(-group_size * self._q_len_per_req // 8) * 8, 64),
+            causal=self._q_len_per_req > 1,
+            window=options.window_left >= 0,
+            soft_cap=bool(options.logits_soft_cap),
+            sinks=options.sinks is not None,
+            skip=options.criterion,
+            order=None,
+            vote_kv=(options.vote_kv or 64) if options.skips else None,
+            stats=options.collect_stats,
+            bound=options.collect_bound,
+        )
+
+    def _fill_plan(self, plan: Plan, tensors: dict[str, torch.Tensor]) -> None:
+        device = plan.device
+        counter = self._keep("merge_counter", (plan.grid,), torch.int32, device)
+        self._set(
+            merge_counter=counter.data_ptr(),
+            partial=self._scratch(device).data_ptr(),
+            page_size=self._page_size,
+            q_len_per_req=self._q_len_per_req,
+            num_indices=tensors["indices"].shape[0],
+            **{n: self._on_device(n, t, device).data_ptr() for n, t in tensors.items()},
+        )
+
+    def _scratch(self, device: torch.device) -> torch.Tensor:
+        """Return the caller's workspace if it is large enough, or one of our own."""
+        needed = self.workspace_bytes
+        if self._workspace is None:
+            return self._keep("partial", (needed,), torch.uint8, device)
+        size = self._workspace.numel() * self._workspace.element_size()
+        refuse(
+            size < needed or self._workspace.data_ptr() % 16 != 0,
+            f"float_workspace_buffer has {size} bytes at address {self._workspace.data_ptr():#x}",
+            f"at least {needed} bytes, 16-byte aligned",
+            "Pass a larger one, or None",
+        )
+        return self._workspace
+
+    def _cache_views(
+        self, inputs: Sequence[torch.Tensor], device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of the cache as ``[pages, page_size, num_kv_heads, head_dim]`` views, checked."""
+        plan = self._planned()
+        middle = (self._page_size, plan.num_kv_heads)
+        if self._kv_layout == "HND":
+            middle = middle[::-1]
+        dims = (*middle, plan.variant.head_dim_qk)
+        dtype = plan.options.kv_dtype
+        if len(inputs) == 1:
+            check_tensor("paged_kv_cache", inputs[0], (None, 2, *dims), dtype, device)
+            k, v = inputs[0][:, 0], inputs[0][:, 1]
+        else:
+            refuse(
+                len(inputs) != 2,
+                f"paged_kv_cache has {len(inputs)} tensors",
+                "one 5-D tensor or a pair (k, v)",
+                "Pass one of these",
+            )
+            k, v = inputs
+            check_tensor("paged_kv_cache[0]", k, (None, *dims), dtype, device)
+            check_tensor("paged_kv_cache[1]", v, (k.shape[0], *dims), dtype, device)
+        return (k, v) if self._kv_layout == "NHD" else (k.transpose(1, 2), v.transpose(1, 2))
+
+    def _check_q(self, q: torch.Tensor, device: torch.device) -> None:
+        plan = self._planned()
+        rows = plan.batch_size * self._q_len_per_req
+        shape = (rows, plan.num_qo_heads, plan.variant.head_dim_qk)
+        check_tensor("q", q, shape, plan.options.q_data_type, device)
+
+    def _bind(self, inputs: Sequence[torch.Tensor]) -> None:
+        plan, q = self._planned(), inputs[0]
+        if self._is_new("q", q):
+            self._check_q(q, plan.device)
+            self._set(q=q.data_ptr(), q_stride_token=q.stride(0), q_stride_head=q.stride(1))
+        new = [self._is_new(f"cache{i}", t) for i, t in enumerate(inputs[1:])]
+        if not any(new):
+            return
+        k, v = self._cache_views(inputs[1:], plan.device)
+        self._set(num_pages=k.shape[0])
+        if k.shape[0] == 0:  # legal: there is nothing to read, but maps and pointers need a page
+            page = self._keep("empty_page", (1, *k.shape[1:]), k.dtype, plan.device)
+            k = v = page
+        for name, t in (("k", k), ("v", v)):
+            strides = zip(("page", "token", "head"), t.stride(), strict=False)
+            self._set(
+                **{f"{name}_cache": t.data_ptr()},
+                **{f"{name}_stride_{dim}": stride for dim, stride in strides},
+            )
+        if plan.variant.kv_path == "paged_tma":
+            self._set(**_maps.decode_maps(plan.variant, k, v))
+
+    def _attend_on_cpu(
+        self,
+        inputs: Sequence[torch.Tensor],
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        bound: torch.Tensor | None,
+        lse_scale: float,
+    ) -> None:
+        indptr, indices, last_page_len = self._cpu_indices()
+        self._check_q(inputs[0], inputs[0].device)
+        k_pages, v_pages = self._cache_views(inputs[1:], inputs[0].device)
+        check_pages_contents(indptr, indices, last_page_len, self._page_size, k_pages.shape[0])
+        k, v, kv_indptr = reference.gather_pages(
+            (k_pages, v_pages), indptr, indices, last_page_len, "NHD"
+        )
+        qo_indptr = torch.arange(len(indptr), dtype=torch.int32) * self._q_len_per_req
+        self._reference(inputs[0], k, v, qo_indptr, kv_indptr, out, lse, bound, lse_scale)

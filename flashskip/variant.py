@@ -1,0 +1,202 @@
+"""What is fixed when a kernel is compiled: the one list behind warmup, tests and docs."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from flashskip.geometry import ORDERS
+
+# What a compiled kernel can be, field by field. `None` marks a choice that the operation does not
+# have.
+DOMAINS: dict[str, dict[str, tuple[object, ...]]] = {
+    "prefill": {
+        "q_dtype": ("bf16", "fp16"),
+        "kv_dtype": ("bf16", "fp16"),
+        "o_dtype": ("bf16", "fp16"),
+        "head_dim_qk": (64, 128),
+        "head_dim_vo": (64, 128),
+        "kv_path": ("ragged",),
+        "rows": (None,),
+        "causal": (False, True),
+        "window": (False,),
+        "soft_cap": (False,),
+        "sinks": (False,),
+        "skip": ("dense", "threshold"),
+        "order": (None, *ORDERS),
+        "vote_kv": (None, 64, 128),
+        "stats": (False, True),
+        "bound": (False,),
+        "arch": ("sm_90a",),
+    },
+    "decode": {
+        "q_dtype": ("bf16", "fp16"),
+        "kv_dtype": ("bf16", "fp16"),
+        "o_dtype": ("bf16", "fp16"),
+        "head_dim_qk": (64, 128),
+        "head_dim_vo": (64, 128),
+        "kv_path": ("paged_tma", "paged_gather"),
+        "rows": (8, 16, 24, 32, 40, 48, 56, 64),
+        "causal": (False,),
+        "window": (False,),
+        "soft_cap": (False,),
+        "sinks": (False,),
+        "skip": ("dense", "threshold"),
+        "order": (None,),
+        "vote_kv": (None, 64),
+        "stats": (False, True),
+        "bound": (False,),
+        "arch": ("sm_90a",),
+    },
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One compiled kernel, completely described.
+
+    Nothing else reaches a template, so two equal Variants are the same kernel and a field that
+    changes
+    no rendered text is a defect.
+    """
+
+    op: str  # "prefill" or "decode"
+    q_dtype: str  # "bf16", "fp16"
+    kv_dtype: str
+    o_dtype: str
+    head_dim_qk: int
+    head_dim_vo: int
+    kv_path: str  # "ragged", "paged_tma", "paged_gather": where K and V come from
+    rows: int | None  # decode: query rows of a work item, padded to a multiple of 8
+    causal: bool
+    window: bool  # a left limit of what a row sees; its length is a run-time value
+    soft_cap: bool
+    sinks: bool
+    skip: str  # "dense": no test; "threshold": the skip test with a final lambda
+    order: str | None  # prefill with a skip test: in which order tiles are visited
+    vote_kv: int | None  # keys of one decision, with a skip test
+    stats: bool  # count decisions
+    bound: bool  # certify the omitted mass of each row
+    arch: str = "sm_90a"
+
+    @property
+    def symbol(self) -> str:
+        """The kernel's name, made of every field: `flashskip_prefill_bf16_…`."""
+        parts = ["flashskip"]
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name in _UNTAGGED:
+                parts += [str(value).replace("sm_", "sm")] if value is not None else []
+            elif value is True:
+                parts.append(field.name)
+            elif value is not None and value is not False:
+                parts.append(f"{_TAGS[field.name]}{value}")
+        return "_".join(parts)
+
+    @property
+    def mma_type(self) -> str:
+        """Element type of the matrix instructions in PTX."""
+        return {"bf16": "bf16", "fp16": "f16"}[self.kv_dtype]
+
+    @classmethod
+    def from_symbol(cls, symbol: str) -> Variant:
+        """Return the Variant with this symbol.
+
+        Raises
+        ------
+        ValueError
+            If no supported Variant has it.
+        """
+        try:
+            return _by_symbol()[symbol]
+        except KeyError:
+            raise ValueError(
+                f"variant {symbol!r} is unknown; expected one of the symbols that "
+                "`flashskip variants` lists. Check the spelling and the version."
+            ) from None
+
+
+_TAGS = {
+    "kv_dtype": "kv",
+    "o_dtype": "o",
+    "head_dim_qk": "qk",
+    "head_dim_vo": "vo",
+    "rows": "rows",
+    "vote_kv": "vote",
+}
+_UNTAGGED = ("op", "q_dtype", "kv_path", "skip", "order", "arch")
+
+
+def _rules(v: Variant) -> Iterator[tuple[bool, str]]:
+    """Pairs (holds, field at fault) for what the fields must satisfy together."""
+    skips = v.skip != "dense"
+    yield v.kv_dtype == v.q_dtype, "kv_dtype"
+    yield v.head_dim_vo == v.head_dim_qk, "head_dim_vo"
+    yield (v.order is not None) == (skips and v.op == "prefill"), "order"
+    yield (v.vote_kv is not None) == skips, "vote_kv"
+    yield skips or not v.stats, "stats"
+    yield skips or not v.bound, "bound"
+
+
+def fault(v: Variant) -> str | None:
+    """Name the first field that makes `v` unsupported, or None when it is supported."""
+    domain = DOMAINS[v.op]
+    for name, values in domain.items():
+        if getattr(v, name) not in values:
+            return name
+    return next((name for holds, name in _rules(v) if not holds), None)
+
+
+def supported(v: Variant) -> bool:
+    """Whether a kernel for `v` exists."""
+    return fault(v) is None
+
+
+def alternatives(v: Variant, field: str) -> list[object]:
+    """Values of `field` with which `v` would be supported as far as that field is concerned."""
+    choices = [c for c in DOMAINS[v.op][field] if supported(dataclasses.replace(v, **{field: c}))]  # type: ignore[arg-type]
+    return choices or [c for c in DOMAINS[v.op][field] if c is not None]
+
+
+@cache
+def every() -> tuple[Variant, ...]:
+    """All supported Variants, in a fixed order."""
+    found = []
+    for op, domain in DOMAINS.items():
+        for values in itertools.product(*domain.values()):
+            v = Variant(op=op, **dict(zip(domain, values, strict=True)))  # type: ignore[arg-type]
+            if supported(v):
+                found.append(v)
+    return tuple(found)
+
+
+@cache
+def _by_symbol() -> dict[str, Variant]:
+    return {v.symbol: v for v in every()}
+
+
+def _pairs(v: Variant) -> frozenset[tuple[object, ...]]:
+    """All pairs of (field, value) of one Variant, the operation included in each."""
+    items = [(f.name, getattr(v, f.name)) for f in dataclasses.fields(v) if f.name != "op"]
+    return frozenset((v.op, a, b) for a, b in itertools.combinations(items, 2))
+
+
+@cache
+def matrix() -> tuple[Variant, ...]:
+    """Return a finite list with every value and every possible pair of values of the fields.
+
+    CI compiles it, `flashskip warmup --arch` builds it, and the GPU tests run it. It is chosen
+    greedily
+    from `every()`, so it only changes when a domain does.
+    """
+    chosen: list[Variant] = []
+    rest = {v: _pairs(v) for v in every()}
+    wanted = set().union(*rest.values())
+    while wanted:
+        best = max(rest, key=lambda v: len(rest[v] & wanted))  # the first of equals: deterministic
+        chosen.append(best)
+        wanted -= rest.pop(best)
+    return tuple(sorted(chosen, key=lambda v: v.symbol))
