@@ -78,13 +78,19 @@ def _write_ninja(work: Path, programs: Sequence[Program], directory: Path) -> No
 def _run_ninja(work: Path, jobs: int) -> None:
     path = os.pathsep.join(filter(None, [str(_IMPORT_PATH), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "NINJA_STATUS": "[%f/%t, %es] "}
-    command = [_ninja(), "-C", str(work), "-k", "0", "-j", str(jobs)]
+    command = [ninja_path(), "-C", str(work), "-k", "0", "-j", str(jobs)]
     sys.stdout.flush()
     subprocess.run(command, env=environment, check=False)  # the directory tells what failed
 
 
-def _ninja() -> str:
-    """Find ninja: the one of its Python package, else the one on the path."""
+def ninja_path() -> str:
+    """Find ninja: the one of its Python package, else the one on the path.
+
+    Raises
+    ------
+    FlashSkipError
+        There is none.
+    """
     try:
         import ninja
     except ImportError:
