@@ -68,6 +68,7 @@ def disable_jit() -> bool:
 @lru_cache
 def kernel_cache() -> KernelCache:
     """Return the process's cache of kernels, as the environment was at the first call."""
+    configure_logging()  # from here on there is something to say
     return KernelCache(
         cache_dir(), cache_seeds(), max_bytes=cache_max_bytes(), allow_build=not disable_jit()
     )

@@ -364,6 +364,34 @@ def test_a_directory_that_disappears(tmp_path: Path, warnings: Callable[[], list
     assert warnings() == []
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become a user without a home")
+def test_a_user_without_rights_or_home(tmp_path: Path) -> None:
+    """A container with an arbitrary user id: unwritable, unreadable, and no directory at all."""
+    code = f"""
+import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+from pathlib import Path
+from flashskip import _env
+from flashskip._jit.cache import KernelCache
+from flashskip._jit.entry import Entry, Key
+os.environ.pop("HOME", None), os.environ.pop("XDG_CACHE_HOME", None)
+os.setgid(54321), os.setuid(54321)
+print(_env.cache_dir())
+for place in ("/flashskip", {str(tmp_path / "closed")!r}):
+    for number in range(2):
+        key = Key(f"c{{number}}", f"d{{number}}")
+        assert KernelCache(Path(place)).fetch(key, lambda: Entry({{}}, b"x")).payload == b"x"
+"""
+    (tmp_path / "closed").mkdir(mode=0o700)
+    environment = {name: value for name, value in os.environ.items() if "CACHE" not in name}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment
+    )
+    assert (done.returncode, done.stdout) == (0, "None\n"), done.stderr
+    assert done.stderr.count("cannot use the kernel cache") == 4  # each cache object once
+    assert done.stderr.count("\n") == 4
+
+
 # -- seeds ---------------------------------------------------------------------------------------
 
 

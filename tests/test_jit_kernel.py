@@ -150,6 +150,20 @@ def test_a_cubin_that_the_driver_refuses_is_compiled_anew_once(
     assert compilations() == 1
 
 
+def test_a_refused_entry_in_a_read_only_cache_is_compiled_anew_too(
+    fake: RecordingDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = {"log": "", "seconds": 0, "registers": 1, "spill_stores": 0, "spill_loads": 0}
+    publish(tmp_path, key_of(PROGRAM), Entry(report, b"foreign"))
+
+    def fail(*arguments: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("flashskip._jit.cache.publish", fail)
+    fake.faults["cuLibraryLoadData"] = [209]
+    assert load(PROGRAM, KernelCache(tmp_path)).cubin.startswith(b"\x7fELF")
+
+
 def test_a_driver_that_refuses_a_new_cubin_too_is_an_error(fake: RecordingDriver) -> None:
     fake.faults["cuLibraryLoadData"] = [209, 209]
     with pytest.raises(DriverError, match=r"CUDA driver error 209 Name 209 String 209.*loading k"):

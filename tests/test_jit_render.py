@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import jinja2
@@ -58,6 +62,32 @@ def test_a_header_outside_csrc_is_an_error(house: Path, name: str) -> None:
     (house / "templates/k.cu.jinja").write_text(f'#include "{name}"\n')
     with pytest.raises(FileNotFoundError, match=name):
         render("k.cu.jinja")
+
+
+def test_an_installed_copy_renders_the_same(tmp_path: Path) -> None:
+    """The layout of a wheel, in an odd place: same text, same key."""
+    root = Path(__file__).resolve().parent.parent
+    package = tmp_path / "an odd $place" / "flashskip"
+    shutil.copytree(root / "flashskip", package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(root / "templates", package / "_templates")
+    shutil.copytree(root / "csrc", package / "_csrc")
+    code = """
+from flashskip._kernels import program_for
+from flashskip._jit import sources
+from flashskip.variant import matrix
+print(sources.folder("csrc"), [program_for(v).content for v in matrix()[:1]], sep="\\n")
+"""
+    seen = []
+    for place in (root, package.parent):
+        environment = {**os.environ, "PYTHONPATH": str(place)}
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=60,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        seen.append(done.stdout.splitlines())
+    assert [place for place, _ in seen] == [str(root / "csrc"), str(package / "_csrc")]
+    assert seen[0][1] == seen[1][1]
 
 
 def test_sources_are_beside_the_package_in_a_checkout() -> None:

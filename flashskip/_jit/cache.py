@@ -92,18 +92,17 @@ class KernelCache:
 
     def find(self, key: Key) -> Entry | None:
         """Return the entry of `key` if there is one."""
-        entry = self._memory.get(key.digest) or self._find_file(key) or self._find_seed(key)
+        entry = self._memory.get(key.digest)
+        if entry is None and key.digest not in self._discarded:
+            entry = self._find_file(key) or self._find_seed(key)
         if entry is not None:
             self._memory[key.digest] = entry
         return entry
 
     def discard(self, key: Key) -> None:
-        """Forget an entry that turned out useless, so that `fetch` builds it anew."""
+        """Forget an entry that turned out useless, so that `fetch` builds and stores it anew."""
         self._memory.pop(key.digest, None)
-        self._discarded.add(key.digest)  # a seed keeps its file
-        if self.directory is not None:
-            with suppress(OSError):
-                (self.directory / key.file_name).unlink()
+        self._discarded.add(key.digest)
 
     def _find_file(self, key: Key) -> Entry | None:
         if self.directory is None:
@@ -116,7 +115,7 @@ class KernelCache:
         return entry
 
     def _find_seed(self, key: Key) -> Entry | None:
-        for seed in self.seeds if key.digest not in self._discarded else ():
+        for seed in self.seeds:
             try:
                 names = sorted(filter(key.is_content_of, os.listdir(seed)))
             except OSError as error:
