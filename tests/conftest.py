@@ -1,0 +1,88 @@
+"""GPU tests: skipped without a Hopper GPU, kernels built before the first one, and the receipt."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+import receipt
+import torch
+
+GPU_MARKERS = ("gpu", "gpu_fuzz", "gpu_sanitize")
+START = pytest.StashKey[float]()
+
+
+def has_hopper() -> bool:
+    """Whether a GPU is here that the kernels run on."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+def is_gpu_test(item: pytest.Item) -> bool:
+    """Whether a test needs a Hopper GPU."""
+    return any(item.get_closest_marker(name) for name in GPU_MARKERS)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU that is not here."""
+    if has_hopper():
+        return
+    for item in filter(is_gpu_test, items):
+        item.add_marker(pytest.mark.skip(reason="needs a Hopper GPU (compute capability 9.0)"))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Build the kernels of the selected GPU tests in parallel, so that no test waits for one."""
+    session.config.stash[START] = time.monotonic()
+    if session.config.option.collectonly or not has_hopper():
+        return
+    wanted = {v for item in filter(is_gpu_test, session.items) for v in variants_of(item)}
+    if wanted:
+        build_kernels(wanted)
+
+
+def variants_of(item: pytest.Item) -> Iterator[object]:
+    """The Variants that a test names by `@pytest.mark.variants(list or function)`."""
+    for marker in item.iter_markers("variants"):
+        (named,) = marker.args
+        if callable(named):
+            params = item.callspec.params if hasattr(item, "callspec") else {}
+            accepted = inspect.signature(named).parameters
+            named = named(**{k: v for k, v in params.items() if k in accepted})
+        yield from named
+
+
+def build_kernels(variants: set[object]) -> None:
+    """Compile what the cache lacks, one process per core."""
+    from flashskip import _env
+    from flashskip._jit.build import build
+    from flashskip._kernels import program_for
+
+    directory = _env.cache_dir()
+    if directory is None:
+        return
+    programs = [program_for(v) for v in sorted(variants, key=lambda v: v.symbol)]
+    outcome = build(programs, directory, jobs=os.cpu_count() or 1)
+    print(f"kernels for the GPU tests: {len(outcome.built)} built, {len(outcome.present)} present")
+    if outcome.failed:
+        print("not built:", *outcome.failed, sep="\n  ")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write the receipt after a whole run of the GPU tests."""
+    if not is_whole_gpu_run(session) or not has_hopper():
+        return
+    stats = session.config.pluginmanager.get_plugin("terminalreporter").stats
+    counts = {name: len(stats.get(name, [])) for name in ("passed", "failed", "error", "skipped")}
+    receipt.write(counts, time.monotonic() - session.config.stash[START])
+
+
+def is_whole_gpu_run(session: pytest.Session) -> bool:
+    """Whether every `gpu` test was selected, and all of them ran."""
+    option = session.config.option
+    narrowed = option.keyword or getattr(option, "lf", False) or option.collectonly
+    stopped = session.shouldfail or session.shouldstop or not session.testscollected
+    whole = session.config.args_source is not pytest.Config.ArgsSource.ARGS
+    return whole and option.markexpr == "gpu" and not narrowed and not stopped
