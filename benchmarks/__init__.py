@@ -1,0 +1,1 @@
+"""The one harness that measures flashskip and its peers: `python -m benchmarks --help`."""

@@ -1,0 +1,285 @@
+"""The benchmark harness on a CPU: cases, data, timing, supervision, tables, figures."""
+
+import json
+import sys
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend
+
+from benchmarks import measure, report, supervise
+from benchmarks.cases import GROUPS, TINY, DecodeCase, PrefillCase
+from benchmarks.check import check_output
+from benchmarks.contestant import Contestant, Prepared, Unsupported
+from benchmarks.data import THRESHOLD, make_data
+from benchmarks.peers import cudnn
+from benchmarks.timing import Clock, Timing, interleave, speedup
+from flashskip import reference
+from flashskip.geometry import Geometry
+
+CPU = torch.device("cpu")
+
+
+def reference_result(case, data):
+    """What the library computes on a case's data, and the share that it skips."""
+    if isinstance(case, PrefillCase):
+        geometry = Geometry.prefill(causal=case.causal)
+        k, v, qo_indptr, kv_indptr = data.k, data.v, data.qo_indptr, data.kv_indptr
+    else:
+        geometry = Geometry.decode(case.num_qo_heads // case.num_kv_heads)
+        k, v, kv_indptr = reference.gather_pages(
+            (data.k, data.v), data.indptr, data.indices, data.last_page_len
+        )
+        qo_indptr = torch.arange(case.batch_size + 1, dtype=torch.int32)
+    result = reference.attention(
+        data.q, k, v, qo_indptr=qo_indptr, kv_indptr=kv_indptr, geometry=geometry,
+        thresholds=[THRESHOLD] * (len(kv_indptr) - 1), dtype=torch.float32, skip_map=False,
+    )  # fmt: skip
+    skipped, visited = result.counts.sum((0, 1)).tolist()
+    return result.out, skipped / visited
+
+
+DATA_CASES = [
+    PrefillCase("causal", (1536,), (1536,), True, 2, 2, 64, 64, "float16"),
+    PrefillCase("full", (200, 130), (1024, 1536), False, 2, 1, 64, 64, "float16"),
+    PrefillCase("chunk", (128,), (2048,), True, 2, 1, 64, 64, "float16"),
+    DecodeCase("page 16", 2, 2048, 4, 2, 64, 16, "float16"),
+    DecodeCase("page 48, last one half full", 2, 2040, 3, 1, 64, 48, "float16"),
+]
+
+
+@pytest.mark.parametrize("case", DATA_CASES, ids=lambda c: c.name)
+def test_data_has_the_share_that_was_asked_for(case):
+    for share in (0.0, 0.6):
+        data = make_data(case, share, CPU)
+        out, skipped = reference_result(case, data)
+        assert skipped == pytest.approx(share, abs=0.05 if share else 0)
+        check = check_output(case, data, out.half(), skips=True, paged=True)
+        assert check["error"] < check["tolerance"] < 0.005
+
+
+@pytest.mark.parametrize("case", TINY, ids=lambda c: c.name)
+def test_check_refuses_a_dropped_hot_tile_and_nan(case):
+    data = make_data(case, 0.5, CPU)
+    good, _ = reference_result(case, data)
+    wrong = good * 1.05
+    assert check_output(case, data, wrong, skips=True, paged=True)["error"] > 0.03
+    good[-1, -1, -1] = float("nan")
+    assert check_output(case, data, good, skips=True, paged=True)["error"] == float("inf")
+
+
+def test_data_is_the_same_for_the_same_seed():
+    one, two = (make_data(TINY[2], 0.5, CPU) for _ in range(2))
+    assert torch.equal(one.k, two.k)
+    assert torch.equal(one.indices, two.indices)
+    assert sorted(one.indices.tolist()) == list(range(one.k.shape[0]))
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_cases_are_well_formed(group):
+    cases = GROUPS[group]
+    assert len({case.name for case in cases}) == len(cases)
+    for case in cases:
+        assert case.num_qo_heads % case.num_kv_heads == 0
+        assert case.work > 0
+        assert case.shares[0] == 0.0  # every case has its dense figure
+        if isinstance(case, PrefillCase):
+            assert len(case.qo_lens) == len(case.kv_lens)
+
+
+def test_work_is_counted_as_the_field_does():
+    case = next(c for c in GROUPS["first"] if c.name == "prefill-1x8192-causal")
+    assert case.work == 4 * 32 * 128 * 8192**2 / 2
+    case = next(c for c in GROUPS["first"] if c.name == "decode-64x8192-page64")
+    assert case.work == 64 * 8192 * 8 * 128 * 2 * 2
+
+
+@pytest.mark.parametrize("case", [*TINY[::2], PrefillCase("b2", (64,) * 2, (64,) * 2, True)])
+def test_cudnn_adapter_computes_attention(case, monkeypatch):
+    # The same call through the attention that torch has on a CPU: views and heads are right.
+    monkeypatch.setattr(cudnn, "BACKEND", SDPBackend.MATH)
+    data = make_data(case, 0.5, CPU)
+    prepared = cudnn.prepare(case, data)
+    out = prepared.to_rows(prepared.run())
+    check = check_output(case, data, out, skips=False, paged=prepared.paged)
+    assert check["error"] < check["tolerance"]
+
+
+def test_cudnn_refuses_what_it_would_compute_wrongly():
+    for qo_lens, kv_lens in (((64, 32), (64, 32)), ((32,), (64,))):
+        with pytest.raises(Unsupported):
+            cudnn.prepare(PrefillCase("", qo_lens, kv_lens, True), None)
+
+
+def test_ratio_is_taken_within_rounds():
+    slow_then_fast = Timing([4.0, 2.0, 1.0], 1)
+    assert speedup(slow_then_fast, Timing([2.0, 1.0, 0.5], 1)) == 2.0
+    assert slow_then_fast.quartiles_ms == (1.5, 3.0)
+
+
+def test_calls_are_interleaved():
+    order = []
+    calls = {name: lambda name=name: order.append(name) for name in "ab"}
+    timings = interleave(calls, Clock(CPU))
+    rounds = len(timings["a"].rounds_ms)
+    assert order == ["a", "a", "b", "b", *["a", "b"] * rounds]
+
+
+def contestants(case, data):
+    return reference_result(case, data)[0].to(data.q.dtype)
+
+
+@pytest.fixture
+def measured(tmp_path, monkeypatch):
+    """A tiny run with a right, a wrong and a failing contestant."""
+    monkeypatch.setitem(GROUPS, "tiny", TINY[2:])
+    monkeypatch.setattr(measure, "TINY_HOST_CASES", ())
+
+    def right(case, data):
+        return Prepared(lambda: contestants(case, data), skipped_share=lambda: 0.5)
+
+    def wrong(case, data):
+        return Prepared(lambda: torch.zeros_like(data.q))
+
+    def failing(case, data):
+        raise RuntimeError("no such kernel")
+
+    cast = (
+        Contestant("right", right, skips=True, ours=True),
+        Contestant("also right", right, ours=True),
+        Contestant("wrong", wrong),
+        Contestant("failing", failing),
+        Contestant("absent", right, lambda: "not installed"),
+    )
+    path = tmp_path / "tiny.json"
+    measure.Measurement(path, "tiny", CPU, contestants=cast).run(100.0)
+    return path, cast
+
+
+def test_only_right_contestants_get_a_number(measured):
+    results = json.loads(measured[0].read_text())
+    assert results["machine"]["device"] == "cpu"
+    entries = results["records"][1]["contestants"]
+    assert [n for n, e in entries.items() if "rounds_ms" in e] == ["right", "also right"]
+    assert entries["right"]["skipped"] == 0.5
+    assert "WrongResult" in entries["wrong"]["failed"]
+    assert "no such kernel" in entries["failing"]["failed"]
+    assert entries["absent"]["unsupported"] == "not installed"
+    assert "doing" not in results
+
+
+def test_a_run_resumes_and_respects_its_budget(measured):
+    path, cast = measured
+    results = json.loads(path.read_text())
+    name = TINY[2].name
+    results["done"].remove(f"{name} 0.5")
+    results["records"].pop()
+    results["died"].append({"step": f"{name} 0.0", "contestant": "right", "reason": "test"})
+    measure.save(path, results)
+    measure.Measurement(path, "tiny", CPU, contestants=cast).run(-1.0)
+    results = json.loads(path.read_text())
+    assert results["not_run"] == [f"{name} 0.5"]
+    measure.Measurement(path, "tiny", CPU, contestants=cast).run(100.0)
+    results = json.loads(path.read_text())
+    assert len(results["records"]) == 2
+    entry = results["records"][1]["contestants"]["right"]
+    assert entry["unsupported"] == f"left out: died in {name} 0.0 (test)"
+
+
+WORKER = """
+import json, os, sys, time
+path = sys.argv[1]
+results = json.load(open(path)) if os.path.exists(path) else {"done": [], "died": []}
+for step in ("crash", "hang", "good"):
+    if step in results["done"]:
+        continue
+    results["doing"] = {"step": step, "contestant": "x"}
+    json.dump(results, open(path, "w"))
+    if step == "crash":
+        os._exit(7)
+    if step == "hang":
+        time.sleep(60)
+    results["done"].append(step)
+    del results["doing"]
+    json.dump(results, open(path, "w"))
+"""
+
+
+def test_supervision_goes_on_after_a_crash_and_a_hang(tmp_path):
+    path = tmp_path / "results.json"
+    deaths = supervise.run([sys.executable, "-c", WORKER, str(path)], path, 30.0, quiet=1.0)
+    results = json.loads(path.read_text())
+    assert deaths == 2
+    assert results["done"] == ["crash", "hang", "good"]
+    assert [d["reason"] for d in results["died"]] == ["exit status 7", "no sign of life"]
+
+
+def made_up(share, ours_ms):
+    """A record with invented times, for the tables alone."""
+
+    def entry(ms, **more):
+        return {"ours": True, "skips": False, "rounds_ms": [ms, ms, ms], "reps": 3, **more}
+
+    return {
+        "op": "decode", "case": "made-up", "share": share, "work": 4e9,
+        "contestants": {
+            "peer": entry(1.0, ours=False),
+            "dense": entry(1.0),
+            "skip": entry(ours_ms, skips=True, skipped=share),
+            "gone": {"ours": False, "skips": False, "unsupported": "made up"},
+        },
+    }  # fmt: skip
+
+
+@pytest.fixture
+def made_up_results(tmp_path):
+    machine = dict.fromkeys(
+        ("driver", "torch", "cudnn", "cuda-bindings", "nvrtc", "sources_sha256", "commit"), "?"
+    )
+    results = {
+        "group": "made-up", "date": "2000-01-01",
+        "machine": {"device": "cuda", "gpu": "none", **machine},
+        "ceilings": {"gemm_tflops": 1.0, "copy_gbps": 1.0, "read_gbps": 5000.0},
+        "records": [made_up(0.0, 1.0), made_up(0.5, 0.8), made_up(0.75, 0.64)],
+        "host": {"made-up": {"dense": {"run_us": 9.0, "plan_us": 20.0}, "peer": {"run_us": 30.0}}},
+        "kernels": {"some_symbol": {"first_plan_s": 1.25}}, "died": [], "not_run": ["later"],
+    }  # fmt: skip
+    folder = tmp_path / "results"
+    folder.mkdir()
+    (folder / "a.json").write_text(json.dumps(results))
+    (folder / "cpu.json").write_text(json.dumps(results | {"machine": {"device": "cpu"}}))
+    (folder / "gpu_tests.json").write_text("{}")
+    return report.load_results(folder)
+
+
+def test_tables(made_up_results, tmp_path):
+    assert [r["file"] for r in made_up_results] == ["a.json"]
+    page = tmp_path / "page.md"
+    page.write_text("above\n<!-- tables: begin -->\nstale\n<!-- tables: end -->\nbelow\n")
+    report.write_tables(made_up_results, page)
+    text = page.read_text()
+    assert text.startswith("above\n")
+    assert text.endswith("below\n")
+    assert "stale" not in text
+    assert "| made-up | 4000 | 4000 | 4000 | 1.00 | 1.00 | 80 |" in text
+    assert (
+        "| made-up | 50.0 % | 1.000 | 0.800 (0.800 to 0.800) | 1.25 | 1.33 | 0.938 | 1.25 | 75 |"
+        in text
+    )
+    assert "| made-up | peer | – | 30.0 |" in text
+    assert "| `some_symbol` | 1.25 | – |" in text
+    assert "gone: made up" in text
+    assert "later: not run" in text
+    report.write_tables(made_up_results, page)
+    assert page.read_text() == text
+
+
+def test_figures_are_reproducible(made_up_results, tmp_path):
+    plot = pytest.importorskip("benchmarks.plot", exc_type=ImportError)
+    (path,) = plot.write_figures(made_up_results, tmp_path / "one")
+    (again,) = plot.write_figures(made_up_results, tmp_path / "two")
+    assert path.name == "speedup_made-up.svg"
+    assert path.read_bytes() == again.read_bytes()
+    assert plot.curves(made_up_results[0], "decode") == {
+        "made-up": [(0.0, 1.0), (0.5, 1.25), (0.75, 1.5625)]
+    }
