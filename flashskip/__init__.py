@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from . import reference
     from ._checks import check_indices
+    from .controller import SparsityController
     from .decode import BatchDecodeWrapper
     from .errors import CompileError, FlashSkipError, UnsupportedVariant
     from .page import append_paged_kv_cache
+    from .policy import DenoiseProgress, SkipSoftmaxConfig, record_denoise_step
     from .prefill import BatchPrefillWrapper
     from .state import merge_state, merge_states
     from .variant import Variant
@@ -19,13 +21,17 @@ __all__ = [
     "BatchDecodeWrapper",
     "BatchPrefillWrapper",
     "CompileError",
+    "DenoiseProgress",
     "FlashSkipError",
+    "SkipSoftmaxConfig",
+    "SparsityController",
     "UnsupportedVariant",
     "Variant",
     "append_paged_kv_cache",
     "check_indices",
     "merge_state",
     "merge_states",
+    "record_denoise_step",
     "reference",
 ]
 
@@ -35,13 +41,17 @@ _HOME = {
     "BatchDecodeWrapper": "decode",
     "BatchPrefillWrapper": "prefill",
     "CompileError": "errors",
+    "DenoiseProgress": "policy",
     "FlashSkipError": "errors",
+    "SkipSoftmaxConfig": "policy",
+    "SparsityController": "controller",
     "UnsupportedVariant": "errors",
     "Variant": "variant",
     "append_paged_kv_cache": "page",
     "check_indices": "_checks",
     "merge_state": "state",
     "merge_states": "state",
+    "record_denoise_step": "policy",
 }
 
 

@@ -1,0 +1,313 @@
+"""Calibration in a checkpoint's ``config.json``: key ``sparse_attention_config``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flashskip._options import refuse
+from flashskip.geometry import Geometry
+from flashskip.policy.formula import PHASES, Coefficients, check_number
+from flashskip.policy.values import plain
+
+if TYPE_CHECKING:
+    from flashskip.policy.config import SkipSoftmaxConfig
+
+Source = Mapping[str, Any] | str | os.PathLike[str]
+
+KEY = "sparse_attention_config"
+PLAIN = "a * exp(b * target_sparsity)"
+# As a factor that is divided by the length: others, who cannot evaluate it, refuse it.
+WITH_EXPONENT = "a * exp(b * target_sparsity) * kv_len**(1 - c)"
+_LOGARITHMIC = "exp(log_a + b * target_sparsity)"
+_FORMULAS = {
+    PLAIN: ({"a", "b"}, {"log_a", "b"}, {"a", "log_a", "b"}),
+    _LOGARITHMIC: ({"log_a", "b"}, {"a", "log_a", "b"}),
+    WITH_EXPONENT: ({"a", "b", "c"},),
+}
+_ALGORITHMS = ("skip_softmax", "softmax_skip")
+_GROUP_KEYS = {
+    "algorithm",
+    "sparse_algo",
+    "targets",
+    "ignore",
+    "disabled_layers",
+    "threshold_scale_factor",
+    "target_sparsity",
+    "initial_disabled_steps",
+    "disabled_until_timestep",
+}
+_ABOUT_THE_FIT = {"fit_logspace", "min_observed_sparsity", "max_observed_sparsity"}
+
+
+def read(source: Source, *, gate_given: bool) -> dict[str | None, dict[str, Any] | None]:
+    """Return the fields of each component's configuration, None without a calibration.
+
+    The key None stands for a model that is no pipeline.
+    """
+    if isinstance(source, Mapping):
+        return {None: _read_config(source, gate_given)}
+    path = Path(source)
+    if path.is_file() or (path / "config.json").is_file():
+        return {None: _read_config(_load(path), gate_given)}
+    parts = _pipeline_parts(path)
+    refuse(
+        not parts,
+        f"{path} holds no config.json, nor do its folders with a {KEY}",
+        "a model folder or a diffusion pipeline with calibrated parts",
+        "Correct the path, or pass threshold instead of a calibration",
+    )
+    return {
+        name: None if config is None else _read_config(config, gate_given, diffusion=True)
+        for name, config in parts.items()
+    }
+
+
+def _pipeline_parts(folder: Path) -> dict[str, Mapping[str, Any] | None]:
+    """Return the calibrated parts of a pipeline, and None for transformers without calibration."""
+    parts: dict[str, Mapping[str, Any] | None] = {}
+    for file in sorted(folder.glob("*/config.json")):
+        try:
+            config = _load(file)
+        except (OSError, ValueError):  # damaged: that part is dense, which the caller warns of
+            config = {}
+        if KEY in config or file.parent.name.startswith(("transformer", "unet")):
+            parts[file.parent.name] = config if KEY in config else None
+    return parts if any(part is not None for part in parts.values()) else {}
+
+
+def _read_config(
+    config: Mapping[str, Any], gate_given: bool, diffusion: bool = False
+) -> dict[str, Any]:
+    """Return the fields of one component's configuration."""
+    known = (KEY, "config_groups", "threshold_scale_factor")
+    refuse(
+        not any(key in config for key in known),
+        f"the checkpoint's config has no {KEY}",
+        "a calibrated checkpoint",
+        "Run `flashskip calibrate`, or pass threshold or threshold_scale_factor",
+    )
+    sparse = config.get(KEY, config)
+    group = _skip_softmax_group(sparse)
+    formula = group.get("threshold_scale_factor", sparse.get("threshold_scale_factor"))
+    own = sparse.get("flashskip", {})
+    coefficients = _read_coefficients(formula, own)
+    diffusion |= "_class_name" in config or "_diffusers_version" in config
+    diffusion |= isinstance(coefficients, Coefficients)
+    if "initial_disabled_steps" in group and group.get("disabled_until_timestep") is None:
+        refuse(
+            not gate_given,
+            f"initial_disabled_steps is {group['initial_disabled_steps']} without "
+            "disabled_until_timestep: how far a number of steps goes depends on the schedule",
+            "disabled_until_timestep",
+            "Pass user=SkipSoftmaxConfig(disabled_until_timestep=...), 1.0 for no gate",
+        )
+    return {
+        "target_sparsity": group.get("target_sparsity", sparse.get("target_sparsity")),
+        "coefficients": coefficients,
+        "overflow": own.get("overflow", "clamp" if diffusion else None),
+        "disabled_until_timestep": group.get("disabled_until_timestep"),
+        "ignore": [*group.get("ignore", ()), *group.get("disabled_layers", ())],
+        "targets": group.get("targets", ()),
+        "order": own.get("order"),
+    }
+
+
+def _skip_softmax_group(sparse: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the one group that is ours; without groups, the configuration itself."""
+    if "config_groups" not in sparse:
+        groups = [{k: v for k, v in sparse.items() if k not in ("producer", "flashskip")}]
+    else:
+        groups = [g for g in sparse["config_groups"].values() if _algorithm(g) in _ALGORITHMS]
+    refuse(
+        len(groups) != 1,
+        f"config_groups has {len(groups)} groups with algorithm skip_softmax",
+        "one",
+        "Correct the checkpoint, or pass threshold instead",
+    )
+    unknown = sorted(set(groups[0]) - _GROUP_KEYS)
+    refuse(
+        bool(unknown),
+        f"the skip_softmax group has the key {', '.join(map(repr, unknown))}",
+        f"only {', '.join(sorted(_GROUP_KEYS))}",
+        "Remove it, or pass threshold instead of the checkpoint's calibration",
+    )
+    return groups[0]
+
+
+def _algorithm(group: Mapping[str, Any]) -> object:
+    return group.get("algorithm", group.get("sparse_algo"))
+
+
+def _read_coefficients(
+    given: Any, own: Mapping[str, Any]
+) -> Coefficients | dict[str, Coefficients]:
+    """Read ``threshold_scale_factor``: a formula from a list, and its coefficients."""
+    alternative = "Pass threshold or threshold_scale_factor instead of the calibration"
+    refuse(
+        not isinstance(given, Mapping),
+        f"the checkpoint's threshold_scale_factor is {given!r}",
+        "a mapping with formula and coefficients",
+        alternative,
+    )
+    formula = _known_formula(given.get("formula", PLAIN))
+    names = [key for key in given if key != "formula"]
+    refuse(
+        not names or any(name not in (*PHASES, "coefficients") for name in names),
+        f"threshold_scale_factor has the keys {sorted(given)}",
+        "formula, and coefficients or prefill and decode",
+        alternative,
+    )
+    refuse(
+        "coefficients" in names and len(names) > 1,
+        "threshold_scale_factor has coefficients and phases",
+        "one or the other",
+        alternative,
+    )
+    read = {
+        name: _read_phase(name, formula, given[name], own.get(name), bool(own)) for name in names
+    }
+    return read["coefficients"] if names == ["coefficients"] else read
+
+
+def _known_formula(text: Any) -> str:
+    """Return the formula that a text spells. Nothing from a file is evaluated."""
+    for formula in _FORMULAS:
+        if isinstance(text, str) and "".join(text.split()) == "".join(formula.split()):
+            return formula
+    raise ValueError(
+        f"formula is {text!r}; expected one of {', '.join(map(repr, _FORMULAS))}. Pass threshold "
+        "or threshold_scale_factor instead of the calibration."
+    )
+
+
+def _read_phase(
+    phase: str, formula: str, given: Any, own: Mapping[str, Any] | None, is_ours: bool
+) -> Coefficients:
+    where = f"threshold_scale_factor[{phase!r}]"
+    found = set(given) - _ABOUT_THE_FIT if isinstance(given, Mapping) else set()
+    wanted = _FORMULAS[formula]
+    refuse(
+        found not in wanted,
+        f"{where} is {given!r}",
+        " or ".join("{" + ", ".join(sorted(names)) + "}" for names in wanted) + f" for {formula}",
+        "Correct the coefficients, or pass threshold or threshold_scale_factor instead",
+    )
+    for name in found:
+        check_number(f"{where}[{name!r}]", given[name])
+    a = given.get("a")
+    if "log_a" in found:
+        log_a = check_number(f"{where}['log_a']", given["log_a"], least=-700.0, most=88.0)
+        refuse(
+            a is not None and not math.isclose(a, math.exp(log_a), rel_tol=1e-6),
+            f"{where} has a = {a} and log_a = {log_a}, which contradict each other",
+            "log_a = ln(a)",
+            "Drop one of them",
+        )
+        a = math.exp(log_a) if a is None else a
+    about: dict[str, Any] = dict(own or {})
+    if "min_observed_sparsity" in given and "max_observed_sparsity" in given:
+        about["sparsity_range"] = (given["min_observed_sparsity"], given["max_observed_sparsity"])
+    if "measured_in" in about:
+        about["measured_in"] = Geometry(**about["measured_in"])
+    elif not is_ours:
+        about["measured_in"] = _public_calibrators(phase)
+    for name in ("sparsity_range", "length_range"):
+        if about.get(name) is not None:
+            about[name] = tuple(about[name])
+    return Coefficients(a=a, b=given["b"], c=given.get("c", 1.0), **about)
+
+
+def _public_calibrators(phase: str) -> Geometry:
+    """Geometry that published coefficients were measured in, which they do not state."""
+    rows = 1 if phase == "decode" else 128
+    return Geometry(
+        heads_per_vote=1,
+        rows_per_vote=rows,
+        keys_per_vote=128,
+        keys_per_load=128,
+        rows_per_block=rows,
+        order="ascending",
+        judged_against="running_max",
+        causal=True,
+        window_left=-1,
+    )
+
+
+def write(config: SkipSoftmaxConfig) -> dict[str, Any]:
+    """Return the value of ``sparse_attention_config``."""
+    from flashskip import __version__
+
+    coefficients = config.coefficients
+    refuse(
+        coefficients is None or config.components != {},
+        "the configuration has no coefficients of its own",
+        "calibrated coefficients: the only thing that a checkpoint stores",
+        "Calibrate, write components with write_checkpoint(), or use to_tensorrt_llm()",
+    )
+    assert coefficients is not None
+    for name in ("threshold", "threshold_scale_factor"):
+        refuse(
+            getattr(config, name) is not None,
+            f"{name} is given, which a checkpoint has no key for",
+            "target_sparsity",
+            "Drop it, or use to_tensorrt_llm() or to_vllm_omni()",
+        )
+    phases = coefficients if isinstance(coefficients, Mapping) else {"coefficients": coefficients}
+    two = all(x.c == 1.0 for x in phases.values())
+    formula: dict[str, Any] = {"formula": PLAIN if two else WITH_EXPONENT}
+    own: dict[str, Any] = {}
+    for phase, x in phases.items():
+        formula[phase] = {"a": x.a, "b": x.b} if two else {"a": x.a, "b": x.b, "c": x.c}
+        own[phase] = _about(x)
+    group: dict[str, Any] = {"algorithm": "skip_softmax", "threshold_scale_factor": formula}
+    for name in ("targets", "ignore", "target_sparsity", "disabled_until_timestep"):
+        value = getattr(config, name)
+        if value not in (None, ()):
+            group[name] = list(value) if isinstance(value, tuple) else plain(value)
+    own.update({n: getattr(config, n) for n in ("overflow", "order") if getattr(config, n)})
+    return {
+        "config_groups": {"group_0": group},
+        "producer": {"name": "flashskip", "version": __version__},
+        "flashskip": own,
+    }
+
+
+def _about(x: Coefficients) -> dict[str, Any]:
+    """Return what is known of a fit besides its coefficients, as JSON has it."""
+    about = {f.name: getattr(x, f.name) for f in dataclasses.fields(x)}
+    about = {k: v for k, v in about.items() if v is not None and k not in ("a", "b", "c")}
+    if x.measured_in is not None:
+        about["measured_in"] = dataclasses.asdict(x.measured_in)
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in about.items()}
+
+
+def write_file(config: SkipSoftmaxConfig, path: str | os.PathLike[str]) -> None:
+    """Replace our part of a ``config.json``; groups of other algorithms stay."""
+    file = Path(path)
+    if not file.is_file():
+        file = file / "config.json"
+    old = _load(file)
+    new = write(config)
+    groups = dict(old.get(KEY, {}).get("config_groups", {}))
+    place = next((name for name, g in groups.items() if _algorithm(g) in _ALGORITHMS), None)
+    if place is None:
+        place = next(f"group_{i}" for i in range(len(groups) + 1) if f"group_{i}" not in groups)
+    groups[place] = new["config_groups"]["group_0"]
+    new["config_groups"] = groups
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    temporary.write_text(json.dumps({**old, KEY: new}, indent=2) + "\n", encoding="utf-8")
+    os.replace(temporary, file)
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """Parse a ``config.json``, given as the file or as its folder."""
+    file = path / "config.json" if path.is_dir() else path
+    loaded = json.loads(file.read_text(encoding="utf-8"))
+    refuse(not isinstance(loaded, dict), f"{file} holds no object", "an object", "Correct the file")
+    return loaded  # type: ignore[no-any-return]

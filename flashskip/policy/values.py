@@ -1,0 +1,80 @@
+"""Values that may differ by phase, names of layers, devices: checked and looked up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from flashskip._options import refuse
+from flashskip.policy.formula import PHASES, check_number
+
+PerPhase = float | Mapping[str, float | None] | None
+
+
+def of_phase(value: PerPhase, phase: str) -> float | None:
+    """Return a phase's value; None is dense."""
+    return value.get(phase) if isinstance(value, Mapping) else value
+
+
+def plain(value: Any) -> Any:
+    """Copy a mapping without its dense phases."""
+    if isinstance(value, Mapping):
+        return {phase: x for phase, x in value.items() if x is not None}
+    return value
+
+
+def check_phases(name: str, mapping: Mapping[str, Any]) -> None:
+    """Refuse keys that are no phase."""
+    for key in mapping:
+        refuse(
+            key not in PHASES,
+            f"{name} has the key {key!r}",
+            "'prefill' and 'decode'",
+            "Correct the key",
+        )
+
+
+def checked_per_phase(name: str, value: PerPhase, most: float) -> PerPhase:
+    """Check a scalar or each phase's value, and copy a mapping."""
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        return check_number(name, value, least=0.0, most=most)
+    check_phases(name, value)
+    return {
+        phase: None if x is None else check_number(f"{name}[{phase!r}]", x, least=0.0, most=most)
+        for phase, x in value.items()
+    }
+
+
+def checked_names(name: str, given: Sequence[str]) -> tuple[str, ...]:
+    """Return a tuple of strings; one string would be a sequence of letters."""
+    if isinstance(given, str) or not all(isinstance(x, str) for x in given):
+        raise TypeError(f"{name} is {given!r}; expected a sequence of strings. Pass a list.")
+    return tuple(given)
+
+
+def matches(layer: str, component: str | None, patterns: Iterable[str]) -> bool:
+    """Whether a pattern names a layer or a parent of it, with or without its component."""
+    names = {layer}
+    if component is not None:
+        names |= {layer.removeprefix(f"{component}."), f"{component}.{layer}"}
+    return any(
+        fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+        for name in names
+        for pattern in patterns
+    )
+
+
+def plan_device(device: torch.device | str | None) -> torch.device:
+    """Where a wrapper without further hints would plan."""
+    if device is not None:
+        device = torch.device(device)
+        if device.type != "cuda" or device.index is not None:
+            return device
+    elif not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
