@@ -6,6 +6,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import flashskip
 from benchmarks.cases import Case
@@ -22,21 +23,25 @@ _BETWEEN_SYNCS = (
 
 def measure(
     case: Case, contestants: Iterable[Contestant], clock: Clock
-) -> dict[str, dict[str, float]]:
+) -> dict[str, dict[str, Any]]:
     """Return the median microseconds of plan() and run() of each contestant on one small case."""
     data = make_data(case, 0.0, clock.device)
     repeats = _REPEATS if clock.device.type == "cuda" else 2
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     for contestant in contestants:
         if contestant.available():
             continue
         try:
             prepared = contestant.prepare(case, data)
+            times = {"run_us": median_us(prepared.run, clock, repeats)}
+            if prepared.plan is not None:
+                times["plan_us"] = median_us(prepared.plan, clock, repeats)
         except Unsupported:
             continue
-        found[contestant.name] = {"run_us": median_us(prepared.run, clock, repeats)}
-        if prepared.plan is not None:
-            found[contestant.name]["plan_us"] = median_us(prepared.plan, clock, repeats)
+        except Exception as error:  # one contestant's failure is not another's
+            times = {"failed": f"{type(error).__name__}: {error}"[:500]}
+            clock.synchronize()  # raises if it left the device unusable
+        found[contestant.name] = times
     return found
 
 

@@ -239,6 +239,9 @@ def _failures(results: Results) -> Iterator[str]:
             reason = entry.get("unsupported") or entry.get("failed")
             if reason:
                 lines.append(f"- {record['case']} at {record['share']}, {name}: {reason}")
+    for case, found in results["host"].items():
+        failed = {name: times["failed"] for name, times in found.items() if "failed" in times}
+        lines += [f"- host time of {case}, {name}: {reason}" for name, reason in failed.items()]
     for death in results["died"]:
         lines.append(f"- {death['step']}: given up in {death['contestant']} ({death['reason']})")
     lines += [f"- {key}: not run (time budget)" for key in results["not_run"]]
