@@ -100,6 +100,7 @@ def test_zero_never_skips_and_equals_dense_and_any_threshold_that_skips_nothing(
         one_request(q, k, v, geometry, sm_scale=0.01, thresholds=[x], dtype=dtype, skip_map=False)
         for x in (None, 0.0, 1e-30)
     )
+    assert dense.skip_map is None
     assert tiny_threshold.counts[..., 0].sum() == 0
     for result in (zero, tiny_threshold):
         assert torch.equal(result.out, dense.out)

@@ -57,6 +57,17 @@ def test_margin_is_the_distance_in_log2_units() -> None:
     assert skip_map.log2_threshold == -2.0
 
 
+@pytest.mark.parametrize("threshold", [None, 0.0])
+def test_gaps_are_known_where_nothing_can_be_skipped(threshold: float | None) -> None:
+    scores = [[0.0, -3 / LOG2_E, -1 / LOG2_E]]
+    skip_map = of_scores(scores, tiny(window_left=1), threshold).skip_map[0]
+    # Only the last two keys are in the window; the second is judged against nothing yet.
+    expected = torch.tensor([-INF, INF, 2.0], dtype=torch.float64)
+    torch.testing.assert_close(skip_map.gap[0, 0], expected)
+    assert skip_map.visited[0, 0].tolist() == [False, True, True]
+    assert (skip_map.margin == INF).all()
+
+
 def test_every_row_of_the_unit_must_agree() -> None:
     scores = [[0.0, -9.0, -9.0], [0.0, -9.0, -1.0], [0.0, -1.0, -9.0]]
     # Rows 0 and 1 are a unit, row 2 is one alone.

@@ -101,8 +101,3 @@ class Block:
     def _seed(self, t: Tensor, seeds: Tensor) -> Tensor:
         """Take each row's maximum over its seed tiles."""
         return t.gather(-1, seeds.expand(t.shape[0], -1, -1)).amax(-1, keepdim=True)
-
-    def split(self, x: Tensor) -> Tensor:
-        """View ``[sequences, padded rows, keys]`` as ``[sequences, units, tiles, rows, keys]``."""
-        by_unit = torch.unflatten(x, 1, (-1, self.rows_per_unit))
-        return torch.unflatten(by_unit, -1, (self.num_tiles, -1)).transpose(2, 3)

@@ -154,14 +154,17 @@ def _softmax_kept(
     block: Block, s: Tensor, reference: Tensor, v: Tensor, kept: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Exponentials and P V of the kept tiles alone: the mass and the sum of ``p v``."""
-    sequence, unit, tile = kept.nonzero(as_tuple=True)
-    p = block.split(s)[sequence, unit, tile]  # [kept tiles, rows, keys]
-    p = p.sub_(torch.unflatten(reference, 1, (-1, block.rows_per_unit))[sequence, unit]).exp2_()
-    kv_head = sequence // (s.shape[0] // v.shape[0])
-    pv = p @ torch.unflatten(v, 1, (block.num_tiles, -1))[kv_head, tile]
-    sequences, units, _ = kept.shape
-    mass_of_unit = p.new_zeros((sequences * units, block.rows_per_unit))
-    pv_of_unit = p.new_zeros((sequences * units, block.rows_per_unit, v.shape[2]))
-    mass_of_unit.index_add_(0, sequence * units + unit, p.sum(-1))
-    pv_of_unit.index_add_(0, sequence * units + unit, pv)
-    return mass_of_unit.view(sequences, -1), pv_of_unit.view(sequences, -1, v.shape[2])
+    group = s.shape[0] // v.shape[0]
+    mass = s.new_zeros(s.shape[:2])
+    pv = s.new_zeros((*s.shape[:2], v.shape[2]))
+    s = torch.unflatten(s, -1, (block.num_tiles, -1))
+    v = torch.unflatten(v, 1, (block.num_tiles, -1))
+    # One unit at a time: its kept tiles side by side make one large product.
+    num_kept = kept.sum(-1).flatten().tolist()
+    for i, tiles in enumerate(torch.split(kept.nonzero()[:, 2], num_kept)):
+        sequence, unit = divmod(i, kept.shape[1])
+        rows = (sequence, slice(unit * block.rows_per_unit, (unit + 1) * block.rows_per_unit))
+        p = s[rows].index_select(1, tiles).flatten(1).sub_(reference[rows]).exp2_()
+        mass[rows] = p.sum(-1)
+        pv[rows] = p @ v[sequence // group].index_select(0, tiles).flatten(0, 1)
+    return mass, pv

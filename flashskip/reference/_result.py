@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -37,8 +38,12 @@ class SkipMap:
 
     @property
     def margin(self) -> Tensor:
-        """Distance of the decisive row from the threshold in log2 units; negative: skipped."""
-        return self.gap - self.log2_threshold
+        """Distance of the decisive row from the threshold in log2 units; negative: skipped.
+
+        ``inf`` everywhere for a dense request or a threshold of 0.
+        """
+        margin = self.gap - self.log2_threshold
+        return margin.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
 
     @property
     def kept(self) -> Tensor:
