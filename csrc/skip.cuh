@@ -8,3 +8,11 @@
 FS_DEVICE bool row_spares_tile(float tile_max, float reference, float scale_log2, float threshold_log2) {
   return tile_max == -INF || (tile_max - reference) * scale_log2 < threshold_log2;
 }
+
+// The same test solved for the tile's maximum: a row spares a tile iff !(tile_max >= spares_below(...)), NaN apart.
+// `threshold` is log2(lambda) in the units of the scores. The largest negative float keeps -INF, the maximum of a row
+// that sees no key, below every bound.
+FS_DEVICE float spares_below(float reference, float threshold) {
+  constexpr float LOWEST = -3.402823466e38f;
+  return fmaxf(reference + threshold, LOWEST);
+}

@@ -28,10 +28,12 @@ WRAP_BYTES = 2**34
 def ragged_map(t: torch.Tensor, dtype: str, box_rows: int) -> Map:
     """Map of `t` ``[tokens, heads, dim]`` by (column, row, head, y, x), boxes of 64 columns."""
     _, heads, dim = t.shape
-    token = t.stride(0) * t.element_size()
-    head = t.stride(1) * t.element_size()
+    # The stride of a dimension of one element is arbitrary, and an empty tensor has no address: neither is used.
+    row = dim * t.element_size()
+    token = t.stride(0) * t.element_size() if t.shape[0] > 1 else row
+    head = t.stride(1) * t.element_size() if heads > 1 else row
     return tensor_map(
-        t.data_ptr(),
+        t.data_ptr() or 16,
         dtype,
         (dim, ROW_LIMIT, heads, OFFSET_LIMIT, OFFSET_LIMIT),
         (token, head, token, WRAP_BYTES - token),
@@ -66,7 +68,7 @@ def prefill_maps(
     tile = tile_for(v)
     assert isinstance(tile, PrefillTile)
     return {
-        "q_map": ragged_map(q, v.q_dtype, tile.tile_q),
+        "q_map": ragged_map(q, v.q_dtype, tile.unit_rows),
         "k_map": ragged_map(k, v.kv_dtype, tile.tile_kv),
         "v_map": ragged_map(value, v.kv_dtype, tile.tile_kv),
     }

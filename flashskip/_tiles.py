@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from flashskip.variant import Variant
 
 WARPGROUP = 128  # threads
+UNIT_ROWS = 64  # query rows of a prefill warpgroup: they vote together
 MAX_SHARED_BYTES = 232_448  # dynamic shared memory of one CTA on sm_90
 
 
@@ -61,12 +62,13 @@ class PrefillTile:
     producer_warps: int
     producer_registers: int
     consumer_registers: int
-    pv_parts: int = 1  # P.V of a tile in so many parts, each under the exponentials of the next
+    unit_rows: int = UNIT_ROWS
+    pv_parts: int = 2  # P.V of a tile in so many parts, each under the exponentials of the next
 
     @property
     def tile_q(self) -> int:
         """Query rows of a CTA: the row block that shares K and V."""
-        return 64 * self.consumer_warpgroups
+        return self.unit_rows * self.consumer_warpgroups
 
     @property
     def threads(self) -> int:
@@ -89,8 +91,9 @@ class PrefillTile:
         q = self.tile_q * v.head_dim_qk * 2
         kv = self.tile_kv * 2 * (self.k_stages * v.head_dim_qk + self.v_stages * v.head_dim_vo)
         work_slots = 2 * 32
+        ballots = 16 * self.consumer_warpgroups
         barriers = 2 * (2 + self.consumer_warpgroups + self.k_stages + self.v_stages)
-        return q + kv + work_slots + 8 * barriers
+        return q + kv + work_slots + ballots + 8 * barriers
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,11 @@ class DecodeTile:
 
     k_stages: int
     v_stages: int
+    tiles_per_group: int
     tile_kv: int = 64
+    loader_registers: int = 72  # 504 together; scores of 2 x 64 keys and their maxima need most
+    scorer_registers: int = 224
+    weigher_registers: int = 208
 
     @property
     def threads(self) -> int:
@@ -111,16 +118,36 @@ class DecodeTile:
         assert v.rows is not None
         return (
             Wgmma("wgmma_qk", v.rows),
-            Wgmma("wgmma_pv", v.rows, transpose_a=True),
+            Wgmma("wgmma_pv", v.rows, transpose_a=True, transpose_b=True),
         )
 
     def shared_bytes(self, v: Variant) -> int:
         """Return the dynamic shared memory of a CTA; the template asserts the same number."""
         assert v.rows is not None
-        kv = self.tile_kv * 2 * (self.k_stages * v.head_dim_qk + self.v_stages * v.head_dim_vo)
-        q = v.rows * v.head_dim_qk * 2
-        p = self.v_stages * v.rows * self.tile_kv * 2
-        return 1024 + kv + q + p + 4096
+        page_ids = self.tile_kv if v.kv_path == "paged_gather" else 8
+        k_stage = self.tile_kv * v.head_dim_qk * 2 + 16 + 8 + 4 * page_ids  # barriers, tile source
+        v_stage = self.tile_kv * (v.head_dim_vo + v.rows) * 2 + 8 * v.rows + 24 + 12
+        q_and_exchange = v.rows * (v.head_dim_qk * 2 + 32 * self.tiles_per_group)
+        schedule = 8 * self.threads // 32 + 48
+        used = self.k_stages * k_stage + self.v_stages * v_stage + q_and_exchange + schedule + 4
+        return 1024 + _round_up(used, 1024)  # alignment of the first tile, and of the struct's size
+
+
+def _round_up(x: int, multiple: int) -> int:
+    return -(-x // multiple) * multiple
+
+
+def _decode_tile(v: Variant) -> DecodeTile:
+    assert v.rows is not None
+    # 96 KiB of K always under way cover latency times bandwidth of an SM; V gets as much where P and Q
+    # of many rows leave it. An SM holds one CTA: two with half the stages were no faster.
+    k_stages = v_stages = 6 * 128 // v.head_dim_qk
+    # Small tiles arrive faster than one at a time can be judged; with many rows the scores of four do
+    # not fit the registers.
+    group = 4 if v.head_dim_qk == 64 and v.rows <= 16 else 2
+    while DecodeTile(k_stages, v_stages, group).shared_bytes(v) > MAX_SHARED_BYTES:
+        v_stages -= 1
+    return DecodeTile(k_stages, v_stages, group)
 
 
 def tile_for(v: Variant) -> PrefillTile | DecodeTile:
@@ -137,5 +164,4 @@ def tile_for(v: Variant) -> PrefillTile | DecodeTile:
             producer_registers=32,
             consumer_registers=160,
         )
-    # 16 KiB stages; six of each keep 192 KiB in flight, more than latency times bandwidth of an SM.
-    return DecodeTile(k_stages=6, v_stages=6)
+    return _decode_tile(v)

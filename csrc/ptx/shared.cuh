@@ -37,3 +37,14 @@ FS_DEVICE uint4 ld_shared_v4(uint32_t address) {
                : "memory");
   return v;
 }
+
+// Volatile: for words by which warps signal each other without a barrier.
+FS_DEVICE void st_shared_volatile_u8(uint32_t address, uint32_t value) {
+  asm volatile("st.volatile.shared.b8 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+FS_DEVICE uint32_t ld_shared_volatile(uint32_t address) {
+  uint32_t value;
+  asm volatile("ld.volatile.shared.b32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}

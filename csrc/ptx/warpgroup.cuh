@@ -55,18 +55,3 @@ FS_DEVICE bool warpgroup_all(int barrier_id, bool predicate) {
 
 // Makes ordinary writes to shared memory visible to wgmma and to the copy engine.
 FS_DEVICE void fence_proxy_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-// How many of the 128 threads hold `predicate`.
-FS_DEVICE uint32_t warpgroup_count(int barrier_id, bool predicate) {
-  uint32_t count;
-  asm volatile(
-      "{\n"
-      ".reg .pred mine;\n"
-      "setp.ne.u32 mine, %1, 0;\n"
-      "barrier.cta.red.popc.u32 %0, %2, 128, mine;\n"
-      "}"
-      : "=r"(count)
-      : "r"(static_cast<uint32_t>(predicate)), "r"(barrier_id)
-      : "memory");
-  return count;
-}

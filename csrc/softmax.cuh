@@ -1,0 +1,87 @@
+// Online softmax of the two rows of a score tile that a thread holds a quarter of.
+// Scores stay raw (q.k) until the exponent's one FMA with sm_scale * log2(e).
+#pragma once
+#include "mask.cuh"
+#include "ptx/math.cuh"
+
+// Running state of a thread's two rows.
+struct RowPair {
+  float m[2];  // maximum of the raw scores so far, -INF before the first key; the same in all four threads of a row
+  float l[2];  // this thread's part of the sum of exp2((s - m) * scale_log2)
+};
+
+// Maxima of the two rows over this thread's columns, apart for the `PARTS` halves of the tile. NaN wins.
+template <int N, int PARTS>
+FS_DEVICE void maxima_in_thread(const float (&s)[N], float (&t)[PARTS][2]) {
+#pragma unroll
+  for (int part = 0; part < PARTS; part++) {
+    const int first = part * (N / PARTS), end = first + N / PARTS;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      float even = s[first + 2 * r], odd = s[first + 2 * r + 1];  // two chains: half the latency
+#pragma unroll
+      for (int i = first + 4 + 2 * r; i < end; i += 4) {
+        even = max_nan(even, s[i]);
+        odd = max_nan(odd, s[i + 1]);
+      }
+      t[part][r] = max_nan(even, odd);
+    }
+  }
+}
+
+// Maxima over whole rows: the quad's four threads agree on the result.
+FS_DEVICE void maximum_in_row(float (&t)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    t[r] = max_nan(t[r], __shfl_xor_sync(~0u, t[r], 1));
+    t[r] = max_nan(t[r], __shfl_xor_sync(~0u, t[r], 2));
+  }
+}
+
+// Takes tile maxima `t` into `rows`. `shift` becomes what exponents subtract (0 for a row without keys so far),
+// `rescale` the factor that keeps earlier sums and outputs comparable.
+FS_DEVICE void raise_maximum(RowPair& rows, const float (&t)[2], float scale_log2, float (&shift)[2],
+                             float (&rescale)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const float m = max_nan(rows.m[r], t[r]);
+    shift[r] = m == -INF ? 0.f : m * scale_log2;
+    rescale[r] = ex2(rows.m[r] * scale_log2 - shift[r]);
+    rows.m[r] = m;
+    rows.l[r] *= rescale[r];
+  }
+}
+
+// Score registers [FIRST, FIRST + COUNT) to probabilities, summed into l in fp32 and rounded into wgmma's A operand,
+// 16 keys a fragment. The accumulator's layout is the fragment's: no data moves between threads.
+template <class Element, int FIRST, int COUNT, int N>
+FS_DEVICE void exponentiate(const float (&s)[N], RowPair& rows, const float (&shift)[2], float scale_log2,
+                            uint32_t (&probabilities)[N / 8][4]) {
+#pragma unroll
+  for (int i = FIRST; i < FIRST + COUNT; i += 2) {
+    const int r = row_of(i);
+    const float a = ex2(fmaf(s[i], scale_log2, -shift[r]));
+    const float b = ex2(fmaf(s[i + 1], scale_log2, -shift[r]));
+    rows.l[r] += a + b;
+    probabilities[i / 8][i % 8 / 2] = Element::pack(a, b);
+  }
+}
+
+// Multiplies the output's rows; most tiles move no maximum, so the whole warp usually has nothing to do.
+// The sums `l` are never negative: asking makes the compiler add up here what was exponentiated, instead of keeping
+// all unrounded probabilities in registers until later.
+template <int N>
+FS_DEVICE void rescale_output(float (&o)[N], const float (&rescale)[2], const float (&l)[2]) {
+  if (!__any_sync(~0u, rescale[0] != 1.f || rescale[1] != 1.f || l[0] + l[1] < 0.f)) return;
+#pragma unroll
+  for (int i = 0; i < N; i++) o[i] *= rescale[row_of(i)];
+}
+
+// Adds up the four parts of each row's sum.
+FS_DEVICE void sum_in_row(float (&l)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    l[r] += __shfl_xor_sync(~0u, l[r], 1);
+    l[r] += __shfl_xor_sync(~0u, l[r], 2);
+  }
+}

@@ -1,0 +1,25 @@
+// How tiles lie in shared memory, and the descriptors with which wgmma finds them.
+// A 16-bit tile is stored as chunks of 64 columns, [chunk][row][128 bytes], 16-byte units XOR-swizzled over 8 rows.
+#pragma once
+#include "types.cuh"
+
+constexpr int CHUNK_COLUMNS = 64;  // of a 128-byte swizzled row
+constexpr int CHUNK_ROW_BYTES = 128;
+
+enum class Swizzle : uint32_t { NONE = 0, BYTES_128 = 1, BYTES_64 = 2, BYTES_32 = 3 };
+
+// The 64-bit matrix descriptor. K-major operands: `stride_bytes` leads to the next 8 rows, `leading_bytes` is
+// ignored. MN-major: `stride_bytes` leads to the next 8 k, `leading_bytes` to the next 64 columns (or, without
+// a swizzle, to the next 8 along the contiguous dimension). `address` of a 128-byte swizzled atom: multiple of 1024.
+FS_DEVICE uint64_t matrix_descriptor(uint32_t address, uint32_t leading_bytes, uint32_t stride_bytes, Swizzle swizzle) {
+  return static_cast<uint64_t>((address & 0x3FFFF) >> 4) | static_cast<uint64_t>(leading_bytes >> 4) << 16 |
+         static_cast<uint64_t>(stride_bytes >> 4) << 32 | static_cast<uint64_t>(swizzle) << 62;
+}
+
+// Moves a descriptor's start by `bytes` (a multiple of 16).
+FS_DEVICE uint64_t advance_descriptor(uint64_t descriptor, uint32_t bytes) { return descriptor + (bytes >> 4); }
+
+// Bytes from a K-major tile's start to its k-th slice of 16 columns.
+FS_DEVICE constexpr uint32_t k_slice_bytes(int k, int rows) {
+  return (k / 4) * rows * CHUNK_ROW_BYTES + (k % 4) * 32;
+}
