@@ -8,7 +8,7 @@ import torch
 import flashskip
 from flashskip import SparsityController
 
-TILES = 20_000
+TILES = 10_000
 
 
 class Data:
@@ -45,10 +45,10 @@ def test_converges_within_20_steps_from_10_times_off(target, off_by, drift, spre
     controller = SparsityController(
         target, threshold_scale_factor=right * off_by, device="cpu", batch_size=3
     )
-    achieved = drive(controller, Data(middle, spread, drift), 60)
+    achieved = drive(controller, Data(middle, spread, drift), 40)
     assert abs(achieved[0] - target) > 0.12
-    # The tolerance of 0.02, three sigma of the counts' noise, and a step of drift.
-    assert max(abs(s - target) for s in achieved[20:]) <= 0.035
+    # The tolerance of 0.02, three sigma (0.015) of the counts, and a step of drift.
+    assert max(abs(s - target) for s in achieved[20:]) <= 0.04
     assert len(set(controller.value.tolist())) == 1
 
 

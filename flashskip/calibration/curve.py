@@ -1,0 +1,123 @@
+"""Histograms of gaps, and the sparsity at every threshold that follows from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flashskip._options import check_choice, refuse
+from flashskip.geometry import Geometry
+from flashskip.policy.formula import PHASES, check_number
+from flashskip.reference import SkipMap
+
+BINS = 256
+BINS_PER_UNIT = 8  # of log2
+LOWEST = -32.0
+
+
+def histogram(skip_map: SkipMap) -> Tensor:
+    """Count the decisions of one request by the threshold above which they skip.
+
+    Parameters
+    ----------
+    skip_map : flashskip.reference.SkipMap
+        Decisions of a request; of a dense one too.
+
+    Returns
+    -------
+    torch.Tensor
+        int64 ``[sequences, 256]``. Bin k holds the visited decisions with a gap of at least
+        ``-32 + k / 8`` and less than ``-32 + (k + 1) / 8``. The first bin also holds all below,
+        the last one all above: those that no threshold skips.
+    """
+    bins = ((skip_map.gap - LOWEST) * BINS_PER_UNIT).floor().clamp(0, BINS - 1).long()
+    counts = torch.zeros((bins.shape[0], BINS), dtype=torch.int64, device=bins.device)
+    counts.scatter_add_(1, bins.flatten(1), skip_map.visited.flatten(1).long())
+    return counts
+
+
+class Curve:
+    """Sparsity as a function of the threshold.
+
+    Parameters
+    ----------
+    gaps : torch.Tensor
+        int64 ``[..., 256]``: histograms, summed over all leading dimensions.
+
+    Attributes
+    ----------
+    lowest, highest : float
+        The range of sparsity that the histogram resolves. The last bin mixes gaps just below 0
+        with decisions that are never skipped and counts as the latter, so that `highest` is the
+        sparsity at a threshold of ``2 ** -0.125``, about 0.92.
+
+    Raises
+    ------
+    ValueError
+        If the histogram has another shape, or is empty.
+    """
+
+    def __init__(self, gaps: Tensor) -> None:
+        refuse(
+            gaps.dim() == 0 or gaps.shape[-1] != BINS or gaps.dtype != torch.int64,
+            f"gaps is {gaps.dtype} {tuple(gaps.shape)}",
+            f"int64 (..., {BINS})",
+            "Pass .gaps of a wrapper, or flashskip.calibration.histogram()",
+        )
+        counts = gaps.reshape(-1, BINS).sum(0).cpu().numpy()
+        total = int(counts.sum())
+        refuse(total == 0, "gaps holds no decisions", "at least one", "Measure a longer text")
+        # share[k]: what is skipped at a threshold of 2**edges[k].
+        self._edges = LOWEST + np.arange(BINS) / BINS_PER_UNIT
+        self._share = np.concatenate([[0], np.cumsum(counts)[: BINS - 1]]) / total
+        self.lowest, self.highest = float(self._share[1]), float(self._share[-1])
+
+    def sparsity(self, log2_threshold: float) -> float:
+        """Return the share of visited decisions that a threshold skips; linear within a bin."""
+        return float(np.interp(log2_threshold, self._edges, self._share))
+
+    def log2_threshold(self, sparsity: float) -> float | None:
+        """Return the lowest threshold with this sparsity, or None where it is out of reach."""
+        if not self.lowest < sparsity <= self.highest:
+            return None
+        k = int(np.searchsorted(self._share, sparsity))
+        part = (sparsity - self._share[k - 1]) / (self._share[k] - self._share[k - 1])
+        return float(self._edges[k - 1] + part / BINS_PER_UNIT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """The gaps of one text in one phase.
+
+    Attributes
+    ----------
+    phase : {"prefill", "decode"}
+        Which wrapper.
+    text : str
+        A name for the report.
+    kv_len : int
+        Keys of the request: the length that the threshold is divided by.
+    gaps : torch.Tensor
+        int64 ``[..., 256]``, such as ``[layers, heads, 256]``.
+    geometry : Geometry
+        In which the decisions were taken: ``wrapper.geometry``.
+    """
+
+    phase: str
+    text: str
+    kv_len: int
+    gaps: Tensor
+    geometry: Geometry
+
+    def __post_init__(self) -> None:  # noqa: D105
+        check_choice("phase", self.phase, PHASES)
+        check_number("kv_len", self.kv_len, least=1)
+        Curve(self.gaps)  # refuses what is no histogram
+
+    @property
+    def curve(self) -> Curve:
+        """Sparsity of all layers and heads together."""
+        return Curve(self.gaps)

@@ -1,0 +1,219 @@
+"""The gaps of a causal language model from Hugging Face, on texts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flashskip import reference
+from flashskip._options import check_choice, refuse
+from flashskip.calibration.curve import Measurement, histogram
+from flashskip.geometry import Geometry
+from flashskip.policy import PHASES
+
+# Not "flash...": transformers takes such names for builds of FlashAttention.
+NAME = "skip_softmax_measure"
+
+
+def measure(
+    model: Any,
+    texts: Iterable[tuple[str, Tensor]],
+    *,
+    phases: Sequence[str] = PHASES,
+    decode_steps: int = 32,
+) -> Iterator[Measurement]:
+    """Run texts through a model, with dense attention, and yield the gaps of every layer.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        A causal language model. Its attention is exchanged while texts run.
+    texts : iterable of (str, torch.Tensor)
+        A name, and int64 ``[1, length + decode_steps]``: the last tokens are decoded one by one,
+        as given. Without decode, the whole text is the prompt.
+    phases : sequence of {"prefill", "decode"}
+        What to measure.
+    decode_steps : int
+        Tokens to decode.
+
+    Yields
+    ------
+    Measurement
+        For each text and phase, with gaps ``[layers, heads, 256]``. The length of decode is the
+        mean over its steps.
+
+    Raises
+    ------
+    ValueError
+        A text is too short, or a phase unknown.
+    """
+    for phase in phases:
+        check_choice("phases", phase, PHASES)
+    steps = decode_steps if "decode" in phases else 0
+    for name, tokens in texts:
+        length = tokens.shape[1] - steps
+        refuse(length < 1, f"{name} has {tokens.shape[1]} tokens", f"over {steps}", "Take more")
+        recorder = _Recorder(phases)
+        with torch.no_grad(), _attention(model, recorder):
+            _run(model, tokens.to(model.device), length)
+        for phase in phases:
+            yield Measurement(
+                phase=phase,
+                text=name,
+                kv_len=length if phase == "prefill" else length + (steps + 1) // 2,
+                gaps=recorder.gaps(phase),
+                geometry=recorder.geometries[phase],
+            )
+
+
+def _run(model: Any, tokens: Tensor, length: int) -> None:
+    """Prefill `length` tokens and decode the rest."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.config)
+    # The argument's name changed between releases of transformers.
+    parameters = inspect.signature(model.forward).parameters
+    cache_name = next(n for n in ("cache", "past_key_values") if n in parameters)
+    pieces = [tokens[:, :length], *(tokens[:, i : i + 1] for i in range(length, tokens.shape[1]))]
+    for piece in pieces:
+        model(piece, use_cache=True, logits_to_keep=1, **{cache_name: cache})
+
+
+@contextmanager
+def _attention(model: Any, recorder: _Recorder) -> Iterator[None]:
+    """Put the recorder in the place of the model's attention."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    from flashskip.integrations._masks import attention_mask
+
+    AttentionInterface.register(NAME, recorder)
+    AttentionMaskInterface.register(NAME, attention_mask)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+class _Recorder:
+    """Dense attention that keeps the gaps of each layer and phase."""
+
+    def __init__(self, phases: Sequence[str]) -> None:
+        self.geometries: dict[str, Geometry] = {}
+        self._phases = phases
+        self._gaps: dict[str, dict[nn.Module, Tensor]] = {phase: {} for phase in phases}
+        self._runners: dict[str, Any] = {}
+
+    def gaps(self, phase: str) -> Tensor:
+        """Histograms ``[layers, heads, 256]``, layers in order of first use."""
+        refuse(
+            not self._gaps[phase],
+            f"no attention layer ran in {phase}",
+            "a model whose attention goes through transformers' AttentionInterface",
+            "Use another model",
+        )
+        return torch.stack(list(self._gaps[phase].values()))
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        *,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        is_causal: bool | None = None,
+        output_attentions: bool | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Attend as transformers asks, and record."""
+        from flashskip.integrations.transformers import _refuse_unsupported, _resolve_mask
+
+        _refuse_unsupported(dropout=dropout, output_attentions=output_attentions, **kwargs)
+        mask = _resolve_mask(attention_mask, module, query, key, sliding_window, is_causal)
+        phase = "decode" if mask.qo_len == 1 else "prefill"
+        attend = self._attend_on_gpu if query.is_cuda else self._attend_on_cpu
+        out, gaps = attend(phase, query, key, value, mask, scaling, softcap, s_aux)
+        if phase in self._phases and gaps is not None:
+            of_layer = self._gaps[phase]
+            of_layer[module] = of_layer[module] + gaps if module in of_layer else gaps
+        return out, None
+
+    def _attend_on_cpu(
+        self,
+        phase: str,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        scaling: float | None,
+        softcap: float | None,
+        s_aux: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Use the reference, in the geometry that the kernels have by default."""
+        kv_len = int(mask.kv_len)
+        window_left = mask.effective_window()
+        if phase == "decode":
+            group = query.shape[1] // key.shape[1]
+            geometry = Geometry.decode(group, window_left=window_left)
+        else:
+            geometry = Geometry.prefill(causal=mask.causal, window_left=window_left)
+        self.geometries.setdefault(phase, geometry)
+        recorded = phase in self._phases
+        result = reference.attention(
+            query[0].transpose(0, 1),
+            key[0, :, :kv_len].transpose(0, 1),
+            value[0, :, :kv_len].transpose(0, 1),
+            qo_indptr=[0, query.shape[2]],
+            kv_indptr=[0, kv_len],
+            geometry=geometry,
+            sm_scale=scaling,
+            logits_soft_cap=softcap,
+            sinks=s_aux,
+            dtype=torch.float32,
+            skip_map=recorded,
+        )
+        gaps = histogram(result.skip_map[0]) if result.skip_map is not None else None
+        return result.out.to(query.dtype)[None], gaps
+
+    def _attend_on_gpu(
+        self,
+        phase: str,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        scaling: float | None,
+        softcap: float | None,
+        s_aux: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Use the measuring kernels, which are the skipping ones without the skip."""
+        from flashskip.integrations._phases import Decode, Prefill
+
+        if phase not in self._runners:
+            self._runners[phase] = (Decode if phase == "decode" else Prefill)(query.device)
+        runner = self._runners[phase]
+        options = {
+            "q_data_type": query.dtype,
+            "kv_data_type": key.dtype,
+            "sm_scale": scaling,
+            "logits_soft_cap": softcap,
+            "sinks": None if s_aux is None else s_aux.float(),
+            "skip_criterion": "measure",
+        }
+        out = runner.attend(query, key, value, mask, options)
+        self.geometries.setdefault(phase, runner.wrapper.geometry)
+        gaps = runner.wrapper.gaps.sum(0)
+        runner.wrapper.gaps.zero_()
+        return out, gaps
