@@ -48,7 +48,9 @@ def test_one_dense_pass_counts_what_every_threshold_skips(geometry):
     qo_len = 3 if geometry.judged_against == "seed" else 400
     q = 4 * torch.randn(qo_len, 4, 32, dtype=torch.float64)
     k, v = torch.randn(2, 900, 2, 32, dtype=torch.float64)
-    k *= (2 * torch.rand(15)).repeat_interleave(64)[:900, None, None]  # quiet tiles and loud ones
+    loudness = 2 * torch.rand(15)  # of the tiles; loud ones first and last, where seeds are
+    loudness[[0, -1]] = 2.0
+    k *= loudness.repeat_interleave(64)[:900, None, None]
     batch = {"qo_indptr": [0, qo_len], "kv_indptr": [0, 900], "geometry": geometry}
     dense = reference.attention(q, k, v, **batch)
     gaps = histogram(dense.skip_map[0])
