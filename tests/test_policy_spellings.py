@@ -526,3 +526,55 @@ def test_write_checkpoint_of_a_pipeline(tmp_path):
 def test_what_a_checkpoint_cannot_hold_is_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         SkipSoftmaxConfig(**fields).to_checkpoint()
+
+
+# -- damaged files
+
+ODD = [None, True, -1, 0, 2.5, 10**400, float("nan"), "x", "", [], [1, "a"], {}, {"a": {}}, [[]]]
+
+
+def places(tree, path=()):
+    """Paths of every key in a tree of mappings."""
+    for key, value in tree.items():
+        yield (*path, key)
+        if isinstance(value, dict):
+            yield from places(value, (*path, key))
+
+
+@pytest.mark.parametrize("odd", ODD, ids=repr if len(repr(ODD)) < 200 else lambda x: repr(x)[:12])
+def test_damage_anywhere_is_read_or_refused_but_never_crashes(odd):
+    full = SkipSoftmaxConfig(
+        target_sparsity={"prefill": 0.5},
+        coefficients={
+            "prefill": Coefficients(
+                a=3.0,
+                b=4.0,
+                c=2.0,
+                sparsity_range=(0.1, 0.8),
+                length_range=(2048, 8192),
+                measured_in=Geometry.prefill(),
+                r_squared=0.9,
+                residual=0.5,
+            )
+        },
+        disabled_until_timestep=0.5,
+        ignore=["x"],
+        order="ascending",
+        overflow="clamp",
+    ).to_checkpoint()
+    messages = []
+    for checkpoint in (LLM, WAN, full):
+        for path in places(checkpoint):
+            damaged = json.loads(json.dumps(checkpoint))
+            parent = damaged
+            for key in path[:-1]:
+                parent = parent[key]
+            parent[path[-1]] = odd
+            try:
+                config = SkipSoftmaxConfig.from_checkpoint(damaged)
+            except (ValueError, TypeError) as error:
+                messages.append(f"{path}: {error}")
+            else:
+                config.to_checkpoint()
+    assert messages
+    assert [message for message in messages if "; expected" not in message] == []

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from flashskip._options import refuse
 from flashskip.geometry import Geometry
 from flashskip.policy.formula import PHASES, Coefficients, check_number
-from flashskip.policy.values import plain
+from flashskip.policy.values import checked_names, plain
 
 if TYPE_CHECKING:
     from flashskip.policy.config import SkipSoftmaxConfig
@@ -42,7 +42,9 @@ _GROUP_KEYS = {
     "initial_disabled_steps",
     "disabled_until_timestep",
 }
-_ABOUT_THE_FIT = {"fit_logspace", "min_observed_sparsity", "max_observed_sparsity"}
+# What a checkpoint says of a fit besides its coefficients: ours, and other calibrators'.
+_ABOUT = ("sparsity_range", "length_range", "measured_in", "r_squared", "residual")
+_ABOUT_ELSEWHERE = {"fit_logspace", "min_observed_sparsity", "max_observed_sparsity"}
 
 
 def read(source: Source, *, gate_given: bool) -> dict[str | None, dict[str, Any] | None]:
@@ -92,10 +94,10 @@ def _read_config(
         "a calibrated checkpoint",
         "Run `flashskip calibrate`, or pass threshold or threshold_scale_factor",
     )
-    sparse = config.get(KEY, config)
+    sparse = _mapping(KEY, config.get(KEY, config))
     group = _skip_softmax_group(sparse)
     formula = group.get("threshold_scale_factor", sparse.get("threshold_scale_factor"))
-    own = sparse.get("flashskip", {})
+    own = _mapping("flashskip", sparse.get("flashskip", {}))
     coefficients = _read_coefficients(formula, own)
     diffusion |= "_class_name" in config or "_diffusers_version" in config
     diffusion |= isinstance(coefficients, Coefficients)
@@ -112,8 +114,8 @@ def _read_config(
         "coefficients": coefficients,
         "overflow": own.get("overflow", "clamp" if diffusion else None),
         "disabled_until_timestep": group.get("disabled_until_timestep"),
-        "ignore": [*group.get("ignore", ()), *group.get("disabled_layers", ())],
-        "targets": group.get("targets", ()),
+        "ignore": _strings(group, "ignore") + _strings(group, "disabled_layers"),
+        "targets": _strings(group, "targets"),
         "order": own.get("order"),
     }
 
@@ -121,9 +123,12 @@ def _read_config(
 def _skip_softmax_group(sparse: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the one group that is ours; without groups, the configuration itself."""
     if "config_groups" not in sparse:
-        groups = [{k: v for k, v in sparse.items() if k not in ("producer", "flashskip")}]
+        beside = ("producer", "flashskip")
+        groups: list[Mapping[str, Any]] = [{k: v for k, v in sparse.items() if k not in beside}]
     else:
-        groups = [g for g in sparse["config_groups"].values() if _algorithm(g) in _ALGORITHMS]
+        given = _mapping("config_groups", sparse["config_groups"])
+        groups = [_mapping(f"config_groups[{name!r}]", group) for name, group in given.items()]
+        groups = [group for group in groups if _algorithm(group) in _ALGORITHMS]
     refuse(
         len(groups) != 1,
         f"config_groups has {len(groups)} groups with algorithm skip_softmax",
@@ -138,6 +143,21 @@ def _skip_softmax_group(sparse: Mapping[str, Any]) -> Mapping[str, Any]:
         "Remove it, or pass threshold instead of the checkpoint's calibration",
     )
     return groups[0]
+
+
+def _mapping(name: str, value: Any) -> Mapping[str, Any]:
+    refuse(
+        not isinstance(value, Mapping),
+        f"{name} is {value!r}",
+        "a mapping",
+        "Correct the checkpoint, or pass threshold instead",
+    )
+    return value  # type: ignore[no-any-return]
+
+
+def _strings(group: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    value = group.get(key)
+    return () if value is None else checked_names(key, value)
 
 
 def _algorithm(group: Mapping[str, Any]) -> object:
@@ -190,7 +210,7 @@ def _read_phase(
     phase: str, formula: str, given: Any, own: Mapping[str, Any] | None, is_ours: bool
 ) -> Coefficients:
     where = f"threshold_scale_factor[{phase!r}]"
-    found = set(given) - _ABOUT_THE_FIT if isinstance(given, Mapping) else set()
+    found = set(given) - _ABOUT_ELSEWHERE if isinstance(given, Mapping) else set()
     wanted = _FORMULAS[formula]
     refuse(
         found not in wanted,
@@ -210,17 +230,37 @@ def _read_phase(
             "Drop one of them",
         )
         a = math.exp(log_a) if a is None else a
-    about: dict[str, Any] = dict(own or {})
+    about = _read_about(phase, own, is_ours)
     if "min_observed_sparsity" in given and "max_observed_sparsity" in given:
         about["sparsity_range"] = (given["min_observed_sparsity"], given["max_observed_sparsity"])
-    if "measured_in" in about:
-        about["measured_in"] = Geometry(**about["measured_in"])
-    elif not is_ours:
-        about["measured_in"] = _public_calibrators(phase)
-    for name in ("sparsity_range", "length_range"):
-        if about.get(name) is not None:
-            about[name] = tuple(about[name])
     return Coefficients(a=a, b=given["b"], c=given.get("c", 1.0), **about)
+
+
+def _read_about(phase: str, own: Mapping[str, Any] | None, is_ours: bool) -> dict[str, Any]:
+    """Read what is stored of a fit besides its coefficients, by `_about`."""
+    if not is_ours:
+        return {"measured_in": _public_calibrators(phase)}
+    about = dict(_mapping(f"flashskip[{phase!r}]", own or {}))
+    unknown = sorted(set(about) - set(_ABOUT))
+    refuse(
+        bool(unknown),
+        f"flashskip[{phase!r}] has the key {', '.join(map(repr, unknown))}",
+        f"only {', '.join(_ABOUT)}",
+        "Remove it",
+    )
+    try:
+        if "measured_in" in about:
+            about["measured_in"] = Geometry(**about["measured_in"])
+        for name in ("sparsity_range", "length_range"):
+            if name in about:
+                low, high = about[name]
+                about[name] = (low, high)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"flashskip[{phase!r}] is {own!r} ({error}); expected what to_checkpoint() wrote. "
+            "Calibrate again, or remove it."
+        ) from error
+    return about
 
 
 def _public_calibrators(phase: str) -> Geometry:
@@ -280,8 +320,7 @@ def write(config: SkipSoftmaxConfig) -> dict[str, Any]:
 
 def _about(x: Coefficients) -> dict[str, Any]:
     """Return what is known of a fit besides its coefficients, as JSON has it."""
-    about = {f.name: getattr(x, f.name) for f in dataclasses.fields(x)}
-    about = {k: v for k, v in about.items() if v is not None and k not in ("a", "b", "c")}
+    about = {name: getattr(x, name) for name in _ABOUT if getattr(x, name) is not None}
     if x.measured_in is not None:
         about["measured_in"] = dataclasses.asdict(x.measured_in)
     return {k: list(v) if isinstance(v, tuple) else v for k, v in about.items()}

@@ -60,11 +60,16 @@ class Coefficients:
         check_number("a", self.a, above=0.0)
         check_number("b", self.b)
         check_number("c", self.c, least=0.0)
+        for name in ("r_squared", "residual"):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name))
         for name, most in (("sparsity_range", 1.0), ("length_range", math.inf)):
             given = getattr(self, name)
             if given is None:
                 continue
             low, high = given
+            check_number(name, low)
+            check_number(name, high)
             refuse(
                 not 0 <= low <= high <= most,
                 f"{name} is {given}",
@@ -134,13 +139,17 @@ def check_number(
     """Return a finite number within limits, or raise and name it."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} is {value!r}; expected a number. Pass a Python float.")
+    try:
+        number = float(value)
+    except OverflowError:  # an int beyond every float
+        number = math.inf
     bounds = [f"> {above:g}"] if above > -math.inf else []
     bounds += [f">= {least:g}"] if least > -math.inf else []
     bounds += [f"<= {most:g}"] if most < math.inf else []
     refuse(
-        not (math.isfinite(value) and value > above and least <= value <= most),
+        not (math.isfinite(number) and number > above and least <= number <= most),
         f"{name} is {value!r}",
         " ".join(["a finite number", " and ".join(bounds)]).strip(),
         "Correct the value",
     )
-    return float(value)
+    return number

@@ -52,7 +52,8 @@ def checked_per_phase(name: str, value: PerPhase, most: float) -> PerPhase:
 
 def checked_names(name: str, given: Sequence[str]) -> tuple[str, ...]:
     """Return a tuple of strings; one string would be a sequence of letters."""
-    if isinstance(given, str) or not all(isinstance(x, str) for x in given):
+    is_sequence = isinstance(given, Sequence) and not isinstance(given, str)
+    if not is_sequence or not all(isinstance(x, str) for x in given):
         raise TypeError(f"{name} is {given!r}; expected a sequence of strings. Pass a list.")
     return tuple(given)
 
