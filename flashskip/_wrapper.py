@@ -2,56 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
-from flashskip import _kernels, reference
+from flashskip import _cpu, _kernels, _op
 from flashskip._checks import check_forward_only, check_tensor, check_vector
-from flashskip._jit.kernel import Kernel
-from flashskip._options import DTYPE_NAMES, PlanOptions, check_choice, refuse
-from flashskip.errors import UnsupportedDevice, UnsupportedVariant
+from flashskip._options import check_choice, refuse
+from flashskip._plan import Plan, require_kernel
+from flashskip.errors import UnsupportedVariant
 from flashskip.geometry import Geometry
-from flashskip.variant import Variant, alternatives, fault
+from flashskip.variant import Variant
 
 LSE_SCALES = {"log2": 1.0, "e": math.log(2.0)}
-
-# The argument behind a field of Variant, for messages.
-_ARGUMENTS = {
-    "q_dtype": "q_data_type",
-    "kv_dtype": "kv_data_type",
-    "o_dtype": "o_data_type",
-    "kv_path": "the KV layout",
-    "window": "window_left",
-    "soft_cap": "logits_soft_cap",
-    "skip": "skip_criterion",
-    "stats": "collect_stats",
-    "bound": "collect_bound",
-}
-
-
-@dataclass
-class Plan:
-    """What `plan()` decided and `run()` launches."""
-
-    options: PlanOptions
-    variant: Variant
-    geometry: Geometry
-    device: torch.device
-    batch_size: int
-    num_qo_heads: int
-    num_kv_heads: int
-    indices: dict[str, torch.Tensor]  # as given: the CPU path reads them live
-    kernel: Kernel | None = None  # None on a machine without a GPU
-    grid: int = 0
-    params: Any = None  # one record of the variant's parameter table
-    params_address: int = 0
-    bound_to: dict[str, object] = field(default_factory=dict)  # tensor name -> signature in params
 
 
 class BatchWrapper:
@@ -73,11 +37,9 @@ class BatchWrapper:
         self._plan: Plan | None = None
         self._buffers: dict[str, torch.Tensor] = {}
         self._captured = False
-        self._handle = next(_handles)
-        _wrappers[self._handle] = self
+        self._handle = _op.register(self)
 
     # -- what a caller may look at
-    # ------------------------------------------------------------------
 
     @property
     def geometry(self) -> Geometry:
@@ -131,7 +93,6 @@ class BatchWrapper:
         return self._buffers["gaps"]
 
     # -- plan
-    # ---------------------------------------------------------------------------------------
 
     def _planned(self) -> Plan:
         if self._plan is None:
@@ -166,7 +127,7 @@ class BatchWrapper:
             batch_size=plan.batch_size,
             num_qo_heads=plan.num_qo_heads,
             num_kv_heads=plan.num_kv_heads,
-            sm_scale_log2=options.scale(plan.variant.head_dim_qk) * reference.LOG2_E,
+            sm_scale_log2=options.scale(plan.variant.head_dim_qk) * math.log2(math.e),
             stats=self._buffers["stats"].data_ptr() if options.collect_stats else 0,
         )
 
@@ -243,7 +204,6 @@ class BatchWrapper:
         return buffer
 
     # -- run
-    # ----------------------------------------------------------------------------------------
 
     def _run(
         self,
@@ -342,7 +302,22 @@ class BatchWrapper:
         bound: torch.Tensor | None,
         lse_scale: float,
     ) -> None:
-        """Run the reference on CPU tensors."""
+        """Run the reference on CPU tensors; rows past the last request are not written."""
+        ragged = self._as_ragged(inputs, self._cpu_indices())
+        result = _cpu.attend(self._planned(), *ragged)
+        rows = int(ragged[3][-1])
+        out[:rows] = result.out[:rows].to(out.dtype)
+        if lse is not None:
+            lse[:rows] = result.lse[:rows] * lse_scale
+        if bound is not None:
+            bound[:rows] = result.bound[:rows]
+        if self._planned().options.collect_stats:
+            self._buffers["stats"] += result.counts
+
+    def _as_ragged(
+        self, inputs: Sequence[torch.Tensor], indices: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Check CPU inputs and return q, k, v, qo_indptr, kv_indptr."""
         raise NotImplementedError
 
     def _cpu_indices(self) -> list[torch.Tensor]:
@@ -355,146 +330,3 @@ class BatchWrapper:
             "Move the inputs to the GPU",
         )
         return indices
-
-    def _reference(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        qo_indptr: torch.Tensor,
-        kv_indptr: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-        bound: torch.Tensor | None,
-        lse_scale: float,
-    ) -> None:
-        """Attend by `flashskip.reference`, with the plan's options and live tensors."""
-        plan, options = self._planned(), self._planned().options
-        thresholds = None
-        if options.threshold is not None:
-            name = "scale_factor" if options.threshold_is_factor else "threshold"
-            thresholds = reference.final_thresholds(
-                (kv_indptr[1:] - kv_indptr[:-1]).tolist(),
-                length_exponent=options.length_exponent,
-                threshold_kv_len=options.threshold_kv_len,
-                overflow=options.overflow,
-                **{name: options.threshold},
-            )
-        result = reference.attention(
-            q,
-            k,
-            v,
-            qo_indptr=qo_indptr,
-            kv_indptr=kv_indptr,
-            geometry=plan.geometry,
-            sm_scale=options.scale(plan.variant.head_dim_qk),
-            logits_soft_cap=options.logits_soft_cap,
-            sinks=options.sinks,
-            thresholds=thresholds,
-            dtype=torch.float32,
-            skip_map=False,
-        )
-        rows = int(qo_indptr[-1])
-        out[:rows] = result.out[:rows].to(out.dtype)  # rows past the last request are not written
-        if lse is not None:
-            lse[:rows] = result.lse[:rows] * lse_scale
-        if bound is not None:
-            bound[:rows] = result.bound[:rows]
-        if options.collect_stats:
-            self._buffers["stats"] += result.counts
-
-
-def require_kernel(variant: Variant, device: torch.device) -> None:
-    """Raise unless a kernel for this Variant exists and this GPU can run it.
-
-    Raises
-    ------
-    UnsupportedDevice
-        The GPU is not of compute capability 9.0.
-    UnsupportedVariant
-        Names the argument, what was found and what is supported.
-    """
-    capability = torch.cuda.get_device_capability(device)
-    if capability != (9, 0):
-        raise UnsupportedDevice(
-            f"{torch.cuda.get_device_name(device)} has compute capability "
-            f"{capability[0]}.{capability[1]}; "
-            "expected 9.0 (H100, H200). CPU tensors run the reference on any machine."
-        )
-    name = fault(variant)
-    if name is not None:
-        # In decode the causal limit is that of several new tokens among themselves.
-        multi_token = variant.op == "decode" and name == "causal"
-        argument = "q_len_per_req > 1" if multi_token else _ARGUMENTS.get(name, name)
-        choices = ", ".join(map(str, alternatives(variant, name)))
-        raise UnsupportedVariant(
-            f"{argument} asks for {name}={getattr(variant, name)} in {variant.op}, which no "
-            f"kernel for {variant.arch} has; supported: {choices}. CPU tensors run the reference."
-        )
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of an element type in a Variant."""
-    return DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
-
-
-def target_device(
-    workspace: torch.Tensor | None, index_tensors: dict[str, torch.Tensor]
-) -> torch.device:
-    """Where a plan runs: with the workspace or CUDA index tensors, or on the current GPU."""
-    devices = {name: t.device for name, t in index_tensors.items()}
-    if workspace is not None:
-        devices["float_workspace_buffer"] = workspace.device
-    cuda = {name: d for name, d in devices.items() if d.type == "cuda"}
-    if len(set(cuda.values())) > 1:
-        raise ValueError(
-            f"index tensors and workspace are on several GPUs: {cuda}; expected one. Move them "
-            f"together."
-        )
-    if cuda:
-        refuse(
-            workspace is not None and workspace.device.type == "cpu",
-            f"float_workspace_buffer is on cpu and {next(iter(cuda))} on a GPU",
-            "one device",
-            "Move the workspace to the GPU",
-        )
-        return next(iter(cuda.values()))
-    if workspace is not None or not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-_handles = itertools.count()
-_wrappers: weakref.WeakValueDictionary[int, BatchWrapper] = weakref.WeakValueDictionary()
-
-
-@torch.library.custom_op(
-    "flashskip::run",
-    mutates_args=("out", "lse", "bound"),
-    schema=(
-        "(int handle, Tensor[] inputs, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? bound, "
-        "str lse_base) -> ()"
-    ),
-)
-def _run_op(
-    handle: int,
-    inputs: list[torch.Tensor],
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    bound: torch.Tensor | None,
-    lse_base: str,
-) -> None:
-    """`run()` as torch.compile sees it; eager calls go direct, since an op call costs 15 us."""
-    _wrappers[handle]._attend(inputs, out, lse, bound, lse_base)
-
-
-@_run_op.register_fake
-def _run_op_fake(
-    handle: int,
-    inputs: list[torch.Tensor],
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    bound: torch.Tensor | None,
-    lse_base: str,
-) -> None:
-    pass

@@ -17,7 +17,8 @@ from flashskip._checks import (
     check_vector,
 )
 from flashskip._options import PlanOptions, refuse, takes_plan_options
-from flashskip._wrapper import BatchWrapper, Plan, dtype_name, target_device
+from flashskip._plan import Plan, dtype_name, target_device
+from flashskip._wrapper import BatchWrapper
 from flashskip.geometry import Geometry
 from flashskip.variant import Variant
 
@@ -219,7 +220,8 @@ class BatchDecodeWrapper(BatchWrapper):
 
     def _fill_plan(self, plan: Plan, tensors: dict[str, torch.Tensor]) -> None:
         device = plan.device
-        counter = self._keep("merge_counter", (plan.grid,), torch.int32, device)
+        counters = _kernels.merge_counters(plan.variant, plan.grid)
+        counter = self._keep("merge_counter", (counters,), torch.int32, device)
         self._set(
             merge_counter=counter.data_ptr(),
             partial=self._scratch(device).data_ptr(),
@@ -296,20 +298,16 @@ class BatchDecodeWrapper(BatchWrapper):
         if plan.variant.kv_path == "paged_tma":
             self._set(**_maps.decode_maps(plan.variant, k, v))
 
-    def _attend_on_cpu(
-        self,
-        inputs: Sequence[torch.Tensor],
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-        bound: torch.Tensor | None,
-        lse_scale: float,
-    ) -> None:
-        indptr, indices, last_page_len = self._cpu_indices()
-        self._check_q(inputs[0], inputs[0].device)
-        k_pages, v_pages = self._cache_views(inputs[1:], inputs[0].device)
-        check_pages_contents(indptr, indices, last_page_len, self._page_size, k_pages.shape[0])
+    def _as_ragged(
+        self, inputs: Sequence[torch.Tensor], indices: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        indptr, page_ids, last_page_len = indices
+        q = inputs[0]
+        self._check_q(q, q.device)
+        k_pages, v_pages = self._cache_views(inputs[1:], q.device)
+        check_pages_contents(indptr, page_ids, last_page_len, self._page_size, k_pages.shape[0])
         k, v, kv_indptr = reference.gather_pages(
-            (k_pages, v_pages), indptr, indices, last_page_len, "NHD"
+            (k_pages, v_pages), indptr, page_ids, last_page_len, "NHD"
         )
         qo_indptr = torch.arange(len(indptr), dtype=torch.int32) * self._q_len_per_req
-        self._reference(inputs[0], k, v, qo_indptr, kv_indptr, out, lse, bound, lse_scale)
+        return q, k, v, qo_indptr, kv_indptr

@@ -10,7 +10,8 @@ import torch
 from flashskip import _kernels, _maps
 from flashskip._checks import check_count, check_heads, check_indptr, check_tensor
 from flashskip._options import PlanOptions, takes_plan_options
-from flashskip._wrapper import BatchWrapper, Plan, dtype_name, target_device
+from flashskip._plan import Plan, dtype_name, target_device
+from flashskip._wrapper import BatchWrapper
 from flashskip.errors import UnsupportedVariant
 from flashskip.variant import Variant
 
@@ -205,15 +206,9 @@ class BatchPrefillWrapper(BatchWrapper):
         maps = _maps.prefill_maps(plan.variant, q, k, v)
         self._set(nnz_qo=q.shape[0], nnz_kv=k.shape[0], **maps)
 
-    def _attend_on_cpu(
-        self,
-        inputs: Sequence[torch.Tensor],
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-        bound: torch.Tensor | None,
-        lse_scale: float,
-    ) -> None:
-        qo_indptr, kv_indptr = self._cpu_indices()
+    def _as_ragged(
+        self, inputs: Sequence[torch.Tensor], indices: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         self._check_inputs(inputs, inputs[0].device)
-        q, k, v = inputs
-        self._reference(q, k, v, qo_indptr, kv_indptr, out, lse, bound, lse_scale)
+        (q, k, v), (qo_indptr, kv_indptr) = inputs, indices
+        return q, k, v, qo_indptr, kv_indptr

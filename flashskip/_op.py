@@ -1,0 +1,65 @@
+"""`run()` as torch.compile sees it: a custom op that knows its wrapper by an integer."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Protocol
+
+import torch
+
+
+class Attends(Protocol):
+    """What the op calls."""
+
+    def _attend(
+        self,
+        inputs: list[torch.Tensor],
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        bound: torch.Tensor | None,
+        lse_base: str,
+    ) -> None: ...
+
+
+_handles = itertools.count()
+_wrappers: weakref.WeakValueDictionary[int, Attends] = weakref.WeakValueDictionary()
+
+
+def register(wrapper: Attends) -> int:
+    """Return the integer by which the op finds this wrapper for as long as it lives."""
+    handle = next(_handles)
+    _wrappers[handle] = wrapper
+    return handle
+
+
+@torch.library.custom_op(
+    "flashskip::run",
+    mutates_args=("out", "lse", "bound"),
+    schema=(
+        "(int handle, Tensor[] inputs, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? bound, "
+        "str lse_base) -> ()"
+    ),
+)
+def run(
+    handle: int,
+    inputs: list[torch.Tensor],
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    bound: torch.Tensor | None,
+    lse_base: str,
+) -> None:
+    """Attend; eager calls do not come this way, since an op call costs 15 us."""
+    _wrappers[handle]._attend(inputs, out, lse, bound, lse_base)
+
+
+@run.register_fake
+def _run_fake(
+    handle: int,
+    inputs: list[torch.Tensor],
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    bound: torch.Tensor | None,
+    lse_base: str,
+) -> None:
+    pass

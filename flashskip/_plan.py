@@ -1,0 +1,106 @@
+"""What `plan()` decides: where to run, which kernel, and what a launch will pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from flashskip._jit.kernel import Kernel
+from flashskip._options import DTYPE_NAMES, PlanOptions, refuse
+from flashskip.errors import UnsupportedDevice, UnsupportedVariant
+from flashskip.geometry import Geometry
+from flashskip.variant import Variant, alternatives, fault
+
+# The argument behind a field of Variant, for messages.
+_ARGUMENTS = {
+    "q_dtype": "q_data_type",
+    "kv_dtype": "kv_data_type",
+    "o_dtype": "o_data_type",
+    "kv_path": "the KV layout",
+    "window": "window_left",
+    "soft_cap": "logits_soft_cap",
+    "skip": "skip_criterion",
+    "stats": "collect_stats",
+    "bound": "collect_bound",
+}
+
+
+@dataclass
+class Plan:
+    """What `plan()` decided and `run()` launches."""
+
+    options: PlanOptions
+    variant: Variant
+    geometry: Geometry
+    device: torch.device
+    batch_size: int
+    num_qo_heads: int
+    num_kv_heads: int
+    indices: dict[str, torch.Tensor]  # as given: the CPU path reads them live
+    kernel: Kernel | None = None  # None on a machine without a GPU
+    grid: int = 0
+    params: Any = None  # one record of the variant's parameter table
+    params_address: int = 0
+    bound_to: dict[str, object] = field(default_factory=dict)  # tensor name -> signature in params
+
+
+def require_kernel(variant: Variant, device: torch.device) -> None:
+    """Raise unless a kernel for this Variant exists and this GPU can run it.
+
+    Raises
+    ------
+    UnsupportedDevice
+        The GPU is not of compute capability 9.0.
+    UnsupportedVariant
+        Names the argument, what was found and what is supported.
+    """
+    capability = torch.cuda.get_device_capability(device)
+    if capability != (9, 0):
+        raise UnsupportedDevice(
+            f"{torch.cuda.get_device_name(device)} has compute capability "
+            f"{capability[0]}.{capability[1]}; "
+            "expected 9.0 (H100, H200). CPU tensors run the reference on any machine."
+        )
+    name = fault(variant)
+    if name is not None:
+        # In decode the causal limit is that of several new tokens among themselves.
+        multi_token = variant.op == "decode" and name == "causal"
+        argument = "q_len_per_req > 1" if multi_token else _ARGUMENTS.get(name, name)
+        choices = ", ".join(map(str, alternatives(variant, name)))
+        raise UnsupportedVariant(
+            f"{argument} asks for {name}={getattr(variant, name)} in {variant.op}, which no "
+            f"kernel for {variant.arch} has; supported: {choices}. CPU tensors run the reference."
+        )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of an element type in a Variant."""
+    return DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def target_device(
+    workspace: torch.Tensor | None, index_tensors: dict[str, torch.Tensor]
+) -> torch.device:
+    """Where a plan runs: with the workspace or CUDA index tensors, or on the current GPU."""
+    devices = {name: t.device for name, t in index_tensors.items()}
+    if workspace is not None:
+        devices["float_workspace_buffer"] = workspace.device
+    cuda = {name: d for name, d in devices.items() if d.type == "cuda"}
+    if len(set(cuda.values())) > 1:
+        raise ValueError(
+            f"index tensors and workspace are on several GPUs: {cuda}; expected one. Move them "
+            f"together."
+        )
+    if cuda:
+        refuse(
+            workspace is not None and workspace.device.type == "cpu",
+            f"float_workspace_buffer is on cpu and {next(iter(cuda))} on a GPU",
+            "one device",
+            "Move the workspace to the GPU",
+        )
+        return next(iter(cuda.values()))
+    if workspace is not None or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
