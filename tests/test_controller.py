@@ -123,6 +123,14 @@ def test_value_is_written_inside_and_outside_of_inference_mode():
     assert float(controller.value) > 0.1
 
 
+def test_counters_on_a_gpu_are_never_read_on_the_host():
+    # Meta tensors stand in: they carry no values, and reading one on the host raises.
+    controller = SparsityController(0.5, threshold=0.1, batch_size=3, device="meta")
+    stats = torch.zeros(3, 8, 2, dtype=torch.int64, device="meta")
+    controller.update(stats, stats)
+    assert controller.value.device.type == "meta"
+
+
 def test_steers_a_wrapper():
     torch.manual_seed(0)
     batch_size, length = 2, 2048

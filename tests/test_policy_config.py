@@ -269,7 +269,7 @@ def test_the_limits_of_the_measured_range_are_inside(target):
 def test_another_order_warns_once_and_names_both():
     curve = dataclasses.replace(MEASURED, measured_in=Geometry.prefill(order="ascending"))
     config = SkipSoftmaxConfig(target_sparsity=0.5, coefficients=curve)
-    with pytest.warns(UserWarning, match="order ascending .*order diagonal_sink_descending"):
+    with pytest.warns(UserWarning, match="order ascending, .*order diagonal_sink_descending"):
         config.options("prefill")
     config.options("prefill")  # once: a second warning would be an error here
     dataclasses.replace(config, order="ascending").options("prefill")

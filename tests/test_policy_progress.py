@@ -191,6 +191,17 @@ def test_refusals(source, message):
         record_denoise_step(0, **source)
 
 
+def test_a_cuda_timestep_is_never_read_on_the_host():
+    # Meta tensors stand in: they carry no values, and reading one on the host raises.
+    record_denoise_step(0, timestep=torch.tensor(900, device="meta"), scheduler=SCHEDULER)
+    config = SkipSoftmaxConfig(threshold=0.5, disabled_until_timestep=0.9)
+    live = config.options("prefill", batch_size=3, device="meta")[KEY]
+    vector = torch.tensor([900, 800, 700], device="meta")
+    record_denoise_step(1, timestep=vector, num_train_timesteps=1000)
+    record_denoise_step(2, normalized_timestep=torch.tensor(0.5, device="meta"))
+    assert (live.device.type, live.dtype, tuple(live.shape)) == ("meta", torch.float32, (3,))
+
+
 def test_one_plan_runs_dense_and_sparse():
     torch.manual_seed(0)
     q, k, v = (torch.randn(256, 2, 64, dtype=torch.bfloat16) for _ in range(3))

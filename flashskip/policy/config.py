@@ -15,7 +15,9 @@ from flashskip._options import OVERFLOWS, check_choice, refuse
 from flashskip.geometry import ORDERS, Geometry
 from flashskip.policy import checkpoint as _checkpoint
 from flashskip.policy import engines as _engines
+from flashskip.policy import precedence as _precedence
 from flashskip.policy.formula import PHASES, Coefficients, check_number, describe, differs
+from flashskip.policy.precedence import SOURCES
 from flashskip.policy.progress import DenoiseProgress
 from flashskip.policy.values import (
     PerPhase,
@@ -29,7 +31,6 @@ from flashskip.policy.values import (
 
 Source = Mapping[str, Any] | str | os.PathLike[str]
 
-SOURCES = ("threshold", "threshold_scale_factor", "target_sparsity")
 _LIMITS = {"threshold": 1.0, "threshold_scale_factor": 3e38, "target_sparsity": 1.0}
 
 
@@ -257,7 +258,9 @@ class SkipSoftmaxConfig:
             An unknown key or formula, missing or contradicting coefficients, a value out of range.
         """
         user = cls() if user is None else user
-        return user._with_checkpoint(source, gate_given=user.disabled_until_timestep is not None)
+        return _precedence.over_checkpoint(
+            user, source, gate_given=user.disabled_until_timestep is not None
+        )
 
     def to_checkpoint(self) -> dict[str, Any]:
         """Return ``{"sparse_attention_config": ...}`` for a ``config.json``."""
@@ -319,10 +322,10 @@ class SkipSoftmaxConfig:
             An unknown key, threshold together with a target, a value out of range.
         """
         user = cls(**_engines.read_vllm_omni(source, role))
-        if checkpoint is None or not user._has_source():
+        if checkpoint is None or not _precedence.has_source(user):
             return user
-        merged = user._with_checkpoint(checkpoint, gate_given=True)
-        return merged._replace_gate(user.disabled_until_timestep)
+        merged = _precedence.over_checkpoint(user, checkpoint, gate_given=True)
+        return _precedence.with_gate(merged, user.disabled_until_timestep)
 
     def to_vllm_omni(self) -> dict[str, Any]:
         """Return ``{"skip_softmax": ...}`` for vLLM-Omni."""
@@ -359,14 +362,20 @@ class SkipSoftmaxConfig:
         return found
 
     def _warn_about_order(self, phase: str, coefficients: Coefficients) -> None:
-        """Compare what is known before a plan: the order; `check` compares everything."""
-        measured, used = coefficients.measured_in, self.order or ORDERS[0]
-        if phase == "decode" or measured is None or measured.order == used:
+        """Compare what is known before a plan; `check` compares everything."""
+        measured, order = coefficients.measured_in, self.order or ORDERS[0]
+        if measured is None:
+            return
+        if phase == "decode" and measured.judged_against != "seed":
+            used, advice = "seeded", "Calibrate again."
+        elif phase == "prefill" and measured.order != order:
+            used = f"order {order}"
+            advice = f"Set order={measured.order!r}, or calibrate again."
+        else:
             return
         self._warn(
-            f"coefficients of {phase} were measured in the order {measured.order} and are used in "
-            f"the order {used}, where the same factor skips more or less. Set "
-            f"order={measured.order!r}, or calibrate again."
+            f"coefficients of {phase} were measured in ({describe(measured)}) and are used "
+            f"({used}), where the same factor skips more or less. {advice}"
         )
 
     def _warn(self, message: str) -> None:
@@ -403,43 +412,3 @@ class SkipSoftmaxConfig:
                 )
         nested = [name for name, part in self.components.items() if part.components]
         refuse(bool(nested), f"component {nested} has components", "one level", "Flatten them")
-
-    def _has_source(self) -> bool:
-        return any(getattr(self, name) is not None for name in SOURCES)
-
-    def _with_checkpoint(self, source: Source, *, gate_given: bool) -> SkipSoftmaxConfig:
-        """Return this configuration above a checkpoint's, for each of its components."""
-        parts = _checkpoint.read(source, gate_given=gate_given)
-        merged = {}
-        for name, fields in parts.items():
-            user = self.components.get(name or "", self)
-            if fields is not None:
-                merged[name] = user._over(SkipSoftmaxConfig(**fields))
-            elif user.threshold is not None or user.threshold_scale_factor is not None:
-                merged[name] = user
-            else:
-                warnings.warn(f"{name} has no readable calibration: it is dense.", stacklevel=4)
-                merged[name] = SkipSoftmaxConfig()
-        if None in merged:
-            return merged[None]
-        return SkipSoftmaxConfig(components={str(name): part for name, part in merged.items()})
-
-    def _over(self, checkpoint: SkipSoftmaxConfig) -> SkipSoftmaxConfig:
-        """Return this configuration with one component's calibration below it."""
-        first = self if self._has_source() else checkpoint
-        gate = self.disabled_until_timestep
-        return SkipSoftmaxConfig(
-            **{name: getattr(first, name) for name in SOURCES},
-            coefficients=self.coefficients or checkpoint.coefficients,
-            overflow=self.overflow or checkpoint.overflow,
-            disabled_until_timestep=checkpoint.disabled_until_timestep if gate is None else gate,
-            ignore=tuple(dict.fromkeys([*checkpoint.ignore, *self.ignore])),
-            targets=self.targets or checkpoint.targets,
-            order=self.order or checkpoint.order,
-        )
-
-    def _replace_gate(self, gate: float | None) -> SkipSoftmaxConfig:
-        if self.components:
-            parts = {name: part._replace_gate(gate) for name, part in self.components.items()}
-            return dataclasses.replace(self, components=parts)
-        return dataclasses.replace(self, disabled_until_timestep=gate)

@@ -19,6 +19,17 @@ def of_phase(value: PerPhase, phase: str) -> float | None:
     return value.get(phase) if isinstance(value, Mapping) else value
 
 
+def mapping(name: str, value: Any) -> Mapping[str, Any]:
+    """Refuse what a file holds in the place of a mapping."""
+    refuse(
+        not isinstance(value, Mapping),
+        f"{name} is {value!r}",
+        "a mapping",
+        "Correct the checkpoint, or pass threshold instead",
+    )
+    return value  # type: ignore[no-any-return]
+
+
 def plain(value: Any) -> Any:
     """Copy a mapping without its dense phases."""
     if isinstance(value, Mapping):
