@@ -178,6 +178,8 @@ def test_vllm_omni_refusals(spec, message):
 def test_what_vllm_omni_cannot_say_is_refused():
     with pytest.raises(ValueError, match="threshold_scale_factor is given"):
         SkipSoftmaxConfig(threshold_scale_factor=5.0).to_vllm_omni()
+    with pytest.raises(ValueError, match="overflow is 'dense', which vLLM-Omni"):
+        SkipSoftmaxConfig(target_sparsity=0.5, overflow="dense").to_vllm_omni()
     with pytest.raises(ValueError, match=r"threshold is \{'prefill': 0.1\}"):
         SkipSoftmaxConfig(threshold={"prefill": 0.1}).to_vllm_omni()
 

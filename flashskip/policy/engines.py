@@ -58,12 +58,7 @@ def write_tensorrt_llm(config: SkipSoftmaxConfig) -> dict[str, Any]:
     advice = "Drop it, or use to_checkpoint(), which keeps it"
     _refuse_fields(config, "TensorRT-LLM", ("threshold", "order", "components"), advice)
     _refuse_ignore(config, "TensorRT-LLM")
-    refuse(
-        config.overflow == "dense",
-        "overflow is 'dense', which TensorRT-LLM does not have on Hopper",
-        "None or 'clamp'",
-        "Drop it",
-    )
+    _refuse_dense_overflow(config, "TensorRT-LLM")
     spec: dict[str, Any] = {"algorithm": "skip_softmax"}
     for name in ("threshold_scale_factor", "target_sparsity", "disabled_until_timestep"):
         if getattr(config, name) is not None:
@@ -107,6 +102,7 @@ def write_vllm_omni(config: SkipSoftmaxConfig) -> dict[str, Any]:
     names = ("threshold_scale_factor", "order", "components")
     _refuse_fields(config, "vLLM-Omni", names, advice)
     _refuse_ignore(config, "vLLM-Omni")
+    _refuse_dense_overflow(config, "vLLM-Omni")
     spec: dict[str, Any] = {}
     for name in ("threshold", "target_sparsity"):
         value = getattr(config, name)
@@ -183,5 +179,15 @@ def _refuse_ignore(config: SkipSoftmaxConfig, engine: str) -> None:
         bool(config.ignore) and config.coefficients is None,
         f"ignore is given without coefficients, and {engine} reads it from a checkpoint only",
         "a configuration without ignore",
+        "Drop it",
+    )
+
+
+def _refuse_dense_overflow(config: SkipSoftmaxConfig, engine: str) -> None:
+    """Refuse what would skip nothing here and everything it can there."""
+    refuse(
+        config.overflow == "dense",
+        f"overflow is 'dense', which {engine} has no spelling for",
+        "None or 'clamp'",
         "Drop it",
     )
