@@ -133,9 +133,9 @@ def load(path: Path | None, device: str) -> tuple[Any, Any]:
     Raises
     ------
     ImportError
-        If transformers, gguf or the model's package is not installed.
+        If transformers, gguf, accelerate or the model's package is not installed.
     """
-    _require("transformers", "gguf")
+    _require("transformers", "gguf", "accelerate")
     path = path or _packaged_model()
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
