@@ -11,12 +11,14 @@ from flashskip.calibration import (
     Curve,
     Measurement,
     calibrate,
+    cli,
     fit,
     histogram,
     misses,
     to_config,
     write_report,
 )
+from flashskip.calibration.measure import measure
 from flashskip.geometry import Geometry
 from flashskip.policy import Coefficients
 
@@ -234,6 +236,12 @@ def test_too_little_is_refused():
         fit([never])
 
 
+def test_a_negative_exponent_is_refused():
+    texts = [synthetic(1e-4, 7.0, -0.5, length) for length in LENGTHS]
+    with pytest.raises(ValueError, match=r"exponent of the length is -0\.5.* length_exponent=1\.0"):
+        fit(texts)
+
+
 # -- export
 
 
@@ -302,11 +310,8 @@ def test_report(tmp_path):
 # -- a model
 
 
-@pytest.mark.llm
-def test_measures_a_model_and_leaves_it_as_it_was(tmp_path):
+def tiny_model():
     transformers = pytest.importorskip("transformers")
-    from flashskip.calibration.measure import measure
-
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=97,
@@ -317,7 +322,12 @@ def test_measures_a_model_and_leaves_it_as_it_was(tmp_path):
         num_key_value_heads=2,
         attn_implementation="sdpa",
     )
-    model = transformers.LlamaForCausalLM(config).eval()
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+@pytest.mark.llm
+def test_measures_a_model_and_leaves_it_as_it_was():
+    model = tiny_model()
     tokens = torch.randint(97, (1, 304))
     with torch.no_grad():
         before = model(tokens).logits
@@ -331,3 +341,40 @@ def test_measures_a_model_and_leaves_it_as_it_was(tmp_path):
     assert prefill.gaps.sum(-1).tolist() == [[1 + 2 + 3 + 4 + 5] * 6] * 2
     assert decode.gaps.sum(-1).tolist() == [[4 * 5] * 2] * 2
     assert decode.geometry == Geometry.decode(3)
+
+
+@pytest.mark.llm
+def test_command(tmp_path, monkeypatch, capsys):
+    model = tiny_model()
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight.data *= 300  # sharp heads: something to skip
+
+    def tokenizer(text, add_special_tokens):
+        return {"input_ids": [ord(c) % 97 for c in text]}
+
+    monkeypatch.setattr(cli, "_load", lambda *_: (model, tokenizer))
+    generator = torch.Generator().manual_seed(1)
+    for name in ("a", "b"):
+        letters = torch.randint(33, 126, (1100,), generator=generator).tolist()
+        (tmp_path / f"{name}.txt").write_text("".join(map(chr, letters)))
+    (tmp_path / "config.json").write_text("{}")
+    arguments = {
+        "--texts": tmp_path / "a.txt",
+        "--held-out": tmp_path / "b.txt",
+        "--lengths": "500,1000,2000",
+        "--phases": "decode",
+        "--decode-steps": "3",
+        "--target": "0.3",
+        "--out": tmp_path / "sparse.json",
+        "--export": tmp_path / "config.json",
+    }
+    argv = [str(x) for pair in arguments.items() for x in pair]
+    assert cli.main([*argv, "--two-parameter"]) == 0
+    out, err = capsys.readouterr()
+    assert "decode: threshold = " in out
+    assert "decode of b (1002 keys): 0." in out
+    assert "a has 1100 tokens, too few for 2000" in err
+    config = SkipSoftmaxConfig.from_checkpoint(tmp_path / "sparse.json")
+    assert config == SkipSoftmaxConfig.from_checkpoint(tmp_path)
+    assert config.coefficients["decode"].length_range == (502, 1002)
+    assert config.target_sparsity == {"decode": 0.3}

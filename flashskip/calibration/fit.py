@@ -126,6 +126,12 @@ def fit(
         known = -length_exponent * np.log(lengths)
     design, observed = np.stack(columns, 1), log_thresholds - known
     solution = np.linalg.lstsq(design, observed, rcond=None)[0]
+    refuse(
+        length_exponent is None and solution[2] < 0,
+        f"the fitted exponent of the length is {solution[-1]:.2f}: longer texts skipped less",
+        "at least 0",
+        "Measure more texts at each length, or pass length_exponent=1.0",
+    )
     residuals = observed - design @ solution
     spread = float(((observed - observed.mean()) ** 2).sum())
     log_a, b = (float(x) for x in solution[:2])
