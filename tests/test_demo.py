@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+from flashskip import SkipSoftmaxConfig
 from flashskip.integrations import demo
 
 pytestmark = pytest.mark.llm
@@ -52,10 +53,10 @@ def test_logits_are_compared_while_the_tokens_before_are_equal():
     assert demo.logit_difference(a, answer([1, 2, 3], other)) == 9.0
 
 
-def test_thresholds_default_to_the_length():
-    args = demo._parse(["--device", "cpu", "--tokens", "1000"])
-    assert (args.prefill_threshold, args.decode_threshold) == (0.1, 0.01)
-    assert demo._parse(["--decode-threshold", "0.5"]).decode_threshold == 0.5
+def test_defaults_follow_the_device():
+    args = demo._parse(["--device", "cpu", "--decode-factor", "3"])
+    assert (args.tokens, args.prefill_factor, args.decode_factor) == (3000, 100.0, 3.0)
+    assert demo._parse(["--device", "cuda"]).tokens == 8000
 
 
 def test_missing_package_says_what_to_install(capsys, monkeypatch):
@@ -76,9 +77,9 @@ def test_model_finds_the_fact_with_tiles_skipped(capsys):
 
 
 def test_demo_fails_where_nothing_is_skipped(capsys):
-    attention = demo.register(prefill_threshold=0.0, decode_threshold=0.0, collect_stats=True)
+    attention = demo.register(SkipSoftmaxConfig(threshold=0.0), collect_stats=True)
     layer, x = torch.nn.Module(), torch.zeros(1, 2, 70, 64)
     for qo_len in (70, 1):
         attention(layer, x[:, :, -qo_len:], x, x, None)
-    assert not demo._print_skipping(attention, {"prefill": 0.0, "decode": 0.0})
-    assert "tiles skipped in decode: 0.0% (lambda 0)" in capsys.readouterr().out
+    assert not demo._print_skipping(attention, demo.FACTORS)
+    assert "tiles skipped in decode: 0.0% (lambda = 10 / length)" in capsys.readouterr().out

@@ -25,8 +25,8 @@ DOCS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rg
 # ---- imports -----------------------------------------------------------------------------------
 
 # Modules below flashskip that may import the JIT, besides itself. Everything else goes through
-# _kernels; _maps describes tensors to the TMA unit, _wrapper names the type of the kernel it holds.
-MAY_SEE_THE_JIT = {"_kernels", "_maps", "_wrapper", "_env", "errors", "cli", "_doctor"}
+# _kernels; _maps describes tensors to the TMA unit, _plan names the type of the kernel it holds.
+MAY_SEE_THE_JIT = {"_kernels", "_maps", "_plan", "_env", "errors", "cli", "_doctor"}
 
 # Where -> what it must not import, directly or through others.
 MUST_NOT_REACH = {
@@ -42,6 +42,7 @@ MUST_NOT_REACH = {
 }
 
 FRAMEWORKS = {"transformers", "diffusers", "gguf", "vllm"}
+MAY_USE_FRAMEWORKS = ("integrations", "calibration")  # calibration measures a model
 
 
 def imports_of(name: str, tree: ast.AST) -> Iterator[str]:
@@ -126,10 +127,11 @@ def test_imports_go_one_way(where):
     assert not wrong, f"flashskip.{where} reaches {wrong}"
 
 
-def test_frameworks_are_imported_by_their_integration_alone_and_when_used():
+def test_frameworks_are_imported_in_few_places_and_when_used():
     for name, tree in TREES.items():
         used = {m.split(".")[0] for m in imports_of(name, tree)} & FRAMEWORKS
-        assert not used or inside(name, "integrations"), f"{name} imports {used}"
+        allowed = any(inside(name, part) for part in MAY_USE_FRAMEWORKS)
+        assert not used or allowed, f"{name} imports {used}"
         at_import = {m.split(".")[0] for m in imports_of(name, top_level(tree))} & FRAMEWORKS
         assert not at_import, f"{name} imports {at_import} at its top"
 
@@ -203,12 +205,16 @@ def test_public_names_are_found_where_they_live():
 
 # ---- sizes -------------------------------------------------------------------------------------
 
-BUDGETS = {"flashskip": 350, "benchmarks": 350, "tests": 400, "templates": 400, "csrc": 150}
+BUDGETS = {"flashskip": 350, "benchmarks": 350, "tests": 460, "templates": 400, "csrc": 150}
 FUNCTION_BUDGET = 60
 
 # Files above the budget, each with its own and the reason.
 LARGER = {
     "flashskip/policy/config.py": (450, "every spelling of the options of one dataclass"),
+    "templates/decode_sm90.cu.jinja": (600, "three warpgroups, each with a program of its own"),
+    "csrc/decode_schedule.cuh": (230, "stream-K: segments, their neighbours, and who merges"),
+    "tests/test_cache.py": (680, "one case for each way a cache directory can be damaged"),
+    "tests/test_policy_spellings.py": (600, "one case for each spelling of a configuration"),
 }
 
 

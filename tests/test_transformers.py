@@ -18,9 +18,9 @@ from transformers import (
     StaticCache,
 )
 
-from flashskip import UnsupportedVariant, reference
+from flashskip import SkipSoftmaxConfig, UnsupportedVariant, record_denoise_step, reference
 from flashskip.integrations import _masks
-from flashskip.integrations.transformers import SkipConfig, register
+from flashskip.integrations.transformers import register
 
 pytestmark = pytest.mark.llm
 
@@ -200,7 +200,7 @@ def test_padding_between_tokens_in_decode(llama):
 def test_skipping_is_the_references_skipping(hot_llama):
     """The layer's output and counts are those of the reference on the layer's own tensors."""
     seen = {}
-    attention = register(prefill_threshold=0.05, collect_stats=True)
+    attention = register(SkipSoftmaxConfig(threshold={"prefill": 0.05}), collect_stats=True)
 
     def spy(module, query, key, value, mask, **kwargs):
         out, weights = attention(module, query, key, value, mask, **kwargs)
@@ -234,7 +234,7 @@ def test_skipping_is_the_references_skipping(hot_llama):
 
 
 def test_stats_count_both_phases_until_reset(hot_llama):
-    attention = register(prefill_threshold=0.1, decode_threshold=0.1, collect_stats=True)
+    attention = register(SkipSoftmaxConfig(threshold=0.1), collect_stats=True)
     hot_llama.set_attn_implementation("flashskip")
     hot_llama.generate(cold_text(300), max_new_tokens=4, do_sample=False, pad_token_id=0)
     for phase in ("prefill", "decode"):
@@ -248,13 +248,13 @@ def test_stats_count_both_phases_until_reset(hot_llama):
 def test_threshold_zero_skips_nothing(llama):
     ids = tokens(1, 200)
     dense = logits(llama, "flashskip", ids)
-    attention = register(prefill_threshold=0.0, collect_stats=True)
+    attention = register(SkipSoftmaxConfig(threshold=0.0), collect_stats=True)
     assert torch.equal(logits(llama, "flashskip", ids), dense)
     assert all(skipped == 0 < visited for skipped, visited in attention.stats("prefill"))
 
 
 def test_phase_without_threshold_is_dense(llama):
-    attention = register(decode_threshold=0.1, collect_stats=True)
+    attention = register(SkipSoftmaxConfig(threshold={"decode": 0.1}), collect_stats=True)
     logits(llama, "flashskip", tokens(1, 200))
     assert attention.stats("prefill") == [(0, 0), (0, 0)]
 
@@ -296,7 +296,9 @@ def test_gradients_are_refused(llama):
 
 
 def test_stats_without_skipping_are_refused():
-    with pytest.raises(ValueError, match="collect_stats is set and both thresholds are None"):
+    with pytest.raises(
+        ValueError, match="collect_stats is set and config skips nothing; expected a thresh"
+    ):
         register(collect_stats=True)
 
 
@@ -307,13 +309,34 @@ def test_unknown_phase_is_refused(dense_attention):
         dense_attention.stats("training")
 
 
-def test_config_names_the_options_of_a_phase():
-    config = SkipConfig(prefill_threshold=0.5)
-    assert config.options("prefill") == {
-        "skip_softmax_threshold": 0.5,
-        "collect_stats": False,
-    }
-    assert config.options("decode") == {}
+def test_ignored_layers_are_dense(hot_llama):
+    config = SkipSoftmaxConfig(threshold=0.1, ignore=["model.layers.0"])
+    with pytest.raises(ValueError, match="and model is None; expected the model"):
+        register(config)
+    attention = register(config, model=hot_llama, collect_stats=True)
+    logits(hot_llama, "flashskip", cold_text(300))
+    ignored, other = attention.stats("prefill")
+    assert ignored == (0, 0)
+    assert 0 < other[0] < other[1]
+
+
+def test_a_gate_keeps_attention_dense_until_its_timestep(hot_llama):
+    config = SkipSoftmaxConfig(threshold=0.1, disabled_until_timestep=0.5)
+    attention = register(config, collect_stats=True)
+    for timestep, skips in ((0.9, False), (0.4, True)):
+        record_denoise_step(0, normalized_timestep=timestep)
+        attention.reset_stats()
+        logits(hot_llama, "flashskip", cold_text(300))
+        assert all((skipped > 0) == skips for skipped, _ in attention.stats("prefill"))
+
+
+def test_factor_divides_by_the_length_of_each_request(hot_llama):
+    """A short prompt's threshold comes out above 1: it runs dense."""
+    attention = register(SkipSoftmaxConfig(threshold_scale_factor=60.0), collect_stats=True)
+    logits(hot_llama, "flashskip", cold_text(300)[:, :50])
+    assert all(skipped == 0 for skipped, _ in attention.stats("prefill"))
+    logits(hot_llama, "flashskip", cold_text(300))
+    assert all(skipped > 0 for skipped, _ in attention.stats("prefill"))
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 64])

@@ -187,8 +187,13 @@ def _workspace(device: torch.device) -> Tensor | None:
 
 
 def _hashable(options: Options) -> object:
-    """Give what a plan is recognised by; with sinks nothing, as their values may change."""
-    return object() if options["sinks"] is not None else tuple(options.items())
+    """Give what a plan is recognised by; with sinks nothing, as their values may change.
+
+    Live thresholds are the plan's own, so the tensor's identity is enough.
+    """
+    if options["sinks"] is not None:
+        return object()
+    return tuple((k, id(v) if isinstance(v, Tensor) else v) for k, v in options.items())
 
 
 def _rows(x: Tensor) -> Tensor:

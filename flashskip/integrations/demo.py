@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 from flashskip.integrations.transformers import FlashSkipAttention, register
+from flashskip.policy import SkipSoftmaxConfig
 
 CITY, NUMBER = "Oslo", "48213"
 FACT = f"\nThe special magic number for {CITY} is: {NUMBER}.\n"
 QUESTION = f"What is the special magic number for {CITY} mentioned in the text?"
 OPENING = f"The special magic number for {CITY} is:"
 ANSWER_TOKENS = 8
-DEFAULT_TOKENS = {"cuda": 8000, "cpu": 2000}
-FACTORS = {"prefill": 100, "decode": 10}  # lambda times length, for about half of the tiles
+DEFAULT_TOKENS = {"cuda": 8000, "cpu": 3000}
+FACTORS = {"prefill": 100.0, "decode": 10.0}  # lambda * length: about half of the tiles go
 BAR_WIDTH = 40
 
 
@@ -76,20 +77,16 @@ def main(argv: list[str] | None = None) -> int:
     )
     print(f"question: {QUESTION}")
     dense = _run(model, tokenizer, prompt, "dense", register())
-    thresholds = {phase: getattr(args, f"{phase}_threshold") for phase in FACTORS}
-    attention = register(
-        prefill_threshold=thresholds["prefill"],
-        decode_threshold=thresholds["decode"],
-        collect_stats=True,
-    )
+    factors = {phase: getattr(args, f"{phase}_factor") for phase in FACTORS}
+    attention = register(SkipSoftmaxConfig(threshold_scale_factor=factors), collect_stats=True)
     skipping = _run(model, tokenizer, prompt, "skipping", attention)
-    skipped = _print_skipping(attention, thresholds)
+    skipped = _print_skipping(attention, factors)
     print(f"largest difference in logits: {logit_difference(dense, skipping):.3f}")
     found = all(NUMBER in answer.text for answer in (dense, skipping))
     if not found:
         print(f"FAILED: an answer lacks the number {NUMBER}")
     if not skipped:
-        print("FAILED: a phase skipped no tile; raise its threshold")
+        print("FAILED: a phase skipped no tile; raise its factor")
     return 0 if found and skipped else 1
 
 
@@ -107,16 +104,14 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     for phase, factor in FACTORS.items():
         parser.add_argument(
-            f"--{phase}-threshold",
+            f"--{phase}-factor",
             type=float,
-            metavar="LAMBDA",
-            help=f"default: {factor} / length of the prompt, which skips about half of the tiles",
+            default=factor,
+            metavar="F",
+            help="threshold times length; default: %(default)g, to skip about half of the tiles",
         )
     args = parser.parse_args(argv)
     args.tokens = args.tokens or DEFAULT_TOKENS[args.device]
-    for phase, factor in FACTORS.items():
-        if getattr(args, f"{phase}_threshold") is None:
-            setattr(args, f"{phase}_threshold", min(factor / args.tokens, 1.0))
     return args
 
 
@@ -280,7 +275,7 @@ def _run(
     return answer
 
 
-def _print_skipping(attention: FlashSkipAttention, thresholds: dict[str, float]) -> bool:
+def _print_skipping(attention: FlashSkipAttention, factors: dict[str, float]) -> bool:
     """Print the share of skipped tiles, per layer in prefill; return whether there were any."""
     shares: dict[str, float] = {}
     for phase in ("prefill", "decode"):
@@ -293,5 +288,5 @@ def _print_skipping(attention: FlashSkipAttention, thresholds: dict[str, float])
                 share = skipped / max(visited, 1)
                 print(f"  {layer:3} {'#' * round(BAR_WIDTH * share):{BAR_WIDTH}} {share:6.1%}")
     for phase, share in shares.items():
-        print(f"tiles skipped in {phase}: {share:.1%} (lambda {thresholds[phase]:.2g})")
+        print(f"tiles skipped in {phase}: {share:.1%} (lambda = {factors[phase]:g} / length)")
     return all(share > 0 for share in shares.values())

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 import weakref
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from flashskip._options import refuse
 from flashskip.errors import UnsupportedVariant
 from flashskip.integrations._masks import AttentionMask, attention_mask
-from flashskip.integrations._phases import Decode, Options, Phase, Prefill
+from flashskip.integrations._phases import Decode, Phase, Prefill
+from flashskip.policy import SkipSoftmaxConfig
 
 NAME = "flashskip"
 PHASES: dict[str, type[Phase]] = {"prefill": Prefill, "decode": Decode}
@@ -21,47 +22,24 @@ PHASES: dict[str, type[Phase]] = {"prefill": Prefill, "decode": Decode}
 _REFUSED = ("head_mask", "position_bias", "cu_seq_lens_q", "cu_seq_lens_k", "block_table")
 
 
-@dataclass(frozen=True)
-class SkipConfig:
-    """How much attention may skip, for each phase.
-
-    Attributes
-    ----------
-    prefill_threshold, decode_threshold : float, optional
-        lambda in [0, 1]: a tile is left out where every row's softmax weights are below this
-        fraction of the row's largest. None: dense. A forward pass with one query per request is
-        decode, any other prefill.
-    collect_stats : bool
-        Count skipped and visited tiles, per layer and phase.
-    """
-
-    prefill_threshold: float | None = None
-    decode_threshold: float | None = None
-    collect_stats: bool = False
-
-    def options(self, phase: str) -> Options:
-        """Return the options of `plan()` for a phase."""
-        threshold = getattr(self, f"{phase}_threshold")
-        if threshold is None:
-            return {}
-        return {"skip_softmax_threshold": threshold, "collect_stats": self.collect_stats}
-
-
 def register(
+    config: SkipSoftmaxConfig | None = None,
     *,
-    prefill_threshold: float | None = None,
-    decode_threshold: float | None = None,
+    model: nn.Module | None = None,
     collect_stats: bool = False,
 ) -> FlashSkipAttention:
     """Make ``attn_implementation="flashskip"`` known to transformers.
 
     Registering again replaces the configuration, also for models that are loaded already. Models
-    run without gradients; on a GPU they are loaded in bfloat16 or float16.
+    run without gradients; on a GPU they are loaded in bfloat16 or float16. A forward pass with one
+    query per request is decode, any other prefill.
 
     Parameters
     ----------
-    prefill_threshold, decode_threshold : float, optional
-        lambda in [0, 1] of each phase; None: dense.
+    config : SkipSoftmaxConfig, optional
+        How much each phase and layer may skip. None: dense.
+    model : nn.Module, optional
+        Where the layers that ``config.ignore`` names are found.
     collect_stats : bool
         Count skipped and visited tiles: `FlashSkipAttention.stats`.
 
@@ -75,22 +53,19 @@ def register(
     ImportError
         If transformers is not installed.
     ValueError
-        If `collect_stats` is set and neither phase skips.
+        If `collect_stats` is set and nothing skips, or layers are ignored without a model.
 
     Examples
     --------
+    >>> import flashskip
     >>> from flashskip.integrations.transformers import register
-    >>> attention = register(prefill_threshold=0.02, collect_stats=True)
+    >>> config = flashskip.SkipSoftmaxConfig(threshold={"prefill": 0.01, "decode": 0.001})
+    >>> attention = register(config, collect_stats=True)
     >>> # AutoModelForCausalLM.from_pretrained(path, attn_implementation="flashskip", dtype="auto")
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    if collect_stats and prefill_threshold is None and decode_threshold is None:
-        raise ValueError(
-            "collect_stats is set and both thresholds are None; expected a phase that skips. "
-            "Pass prefill_threshold or decode_threshold (0.0 counts and never skips)."
-        )
-    attention = FlashSkipAttention(SkipConfig(prefill_threshold, decode_threshold, collect_stats))
+    attention = FlashSkipAttention(config or SkipSoftmaxConfig(), model, collect_stats)
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, attention_mask)
     _keep_from_flash_attention_preload()
@@ -104,15 +79,34 @@ class FlashSkipAttention:
 
     Parameters
     ----------
-    config : SkipConfig
-        How much to skip.
+    config, model, collect_stats
+        As in `register`.
     """
 
-    def __init__(self, config: SkipConfig) -> None:
+    def __init__(
+        self, config: SkipSoftmaxConfig, model: nn.Module | None, collect_stats: bool
+    ) -> None:
+        sources = (config.threshold, config.threshold_scale_factor, config.target_sparsity)
+        refuse(
+            collect_stats and all(source is None for source in sources),
+            "collect_stats is set and config skips nothing",
+            "a threshold, factor or target",
+            "Pass config=SkipSoftmaxConfig(threshold=0.0) to count without skipping",
+        )
+        refuse(
+            bool(config.ignore) and model is None,
+            f"config.ignore names {config.ignore[:1]} and model is None",
+            "the model whose layers these are",
+            "Pass model=model, after loading it",
+        )
         self.config = config
+        self._collect_stats = collect_stats
         self._layers: weakref.WeakKeyDictionary[nn.Module, dict[str, Phase]] = (
             weakref.WeakKeyDictionary()
         )
+        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        if model is not None:
+            self._names.update((module, name) for name, module in model.named_modules())
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # plans on the host
     def __call__(
@@ -165,7 +159,13 @@ class FlashSkipAttention:
         mask = _resolve_mask(attention_mask, module, query, key, sliding_window, is_causal)
         name = "decode" if mask.qo_len == 1 else "prefill"
         phase = self._phase(module, name, query.device)
-        skipping = self.config.options(name)
+        skipping = self.config.options(
+            name,
+            layer=self._names.get(module),
+            batch_size=query.shape[0],
+            device=query.device,
+        )
+        counting = self._collect_stats and bool(skipping)
         options = {
             "q_data_type": query.dtype,
             "kv_data_type": key.dtype,
@@ -173,9 +173,11 @@ class FlashSkipAttention:
             "logits_soft_cap": softcap,
             "sinks": None if s_aux is None else s_aux.float(),
             **skipping,
+            "collect_stats": counting,
         }
         out = phase.attend(query, key, value, mask, options)
-        if skipping.get("collect_stats"):
+        self.config.check(name, phase.wrapper.geometry, kv_len=key.shape[2])
+        if counting:
             phase.count()
         return out, None
 
