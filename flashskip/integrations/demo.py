@@ -222,7 +222,8 @@ def generate(model: Any, tokenizer: Any, prompt: Tensor) -> Answer:
     """
     from transformers import StaticCache
 
-    capacity = prompt.shape[1] + ANSWER_TOKENS
+    # A multiple of the tile: the whole cache is one page, which TMA can then load.
+    capacity = -(-(prompt.shape[1] + ANSWER_TOKENS) // 64) * 64
     cache = StaticCache(config=model.config, max_cache_len=capacity)
     # The argument's name changed between releases of transformers.
     cache_name = next(
