@@ -6,6 +6,7 @@ import inspect
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import receipt
@@ -84,5 +85,6 @@ def is_whole_gpu_run(session: pytest.Session) -> bool:
     option = session.config.option
     narrowed = option.keyword or getattr(option, "lf", False) or option.collectonly
     stopped = session.shouldfail or session.shouldstop or not session.testscollected
-    whole = session.config.args_source is not pytest.Config.ArgsSource.ARGS
+    paths = {Path(arg).resolve() for arg in session.config.args}
+    whole = bool(paths & {receipt.ROOT, receipt.ROOT / "tests"})
     return whole and option.markexpr == "gpu" and not narrowed and not stopped
