@@ -21,6 +21,8 @@ SOURCES = (
     "flashskip/_jit",
     "flashskip/_kernels.py",
     "flashskip/_maps.py",
+    "flashskip/_op.py",
+    "flashskip/_plan.py",
     "flashskip/_tiles.py",
     "flashskip/_wrapper.py",
     "flashskip/variant.py",
