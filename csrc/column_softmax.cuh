@@ -26,6 +26,18 @@ FS_DEVICE void mask_keys(float (&s)[N], int visible) {
   }
 }
 
+// The same where columns differ: `bounds(c)` are the first key that column entry c sees and the end of them.
+template <int N, class Bounds>
+FS_DEVICE void mask_keys_by_column(float (&s)[N], Bounds bounds) {
+#pragma unroll
+  for (int c = 0; c < N / 2; c++) {
+    const int2 visible = bounds(c);
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+      if (key_of(half) < visible.x || key_of(half) >= visible.y) s[score_of(c, half)] = -INF;
+  }
+}
+
 // Column maxima over the warp's 16 keys; all lanes of a column agree. NaN wins.
 template <int N>
 FS_DEVICE void maximum_in_warp(const float (&s)[N], float (&t)[N / 2]) {
@@ -70,6 +82,11 @@ struct ColumnState {
     }
   }
 };
+
+// What keeps earlier sums and outputs comparable when the maximum rises from `m` to `higher`; exactly 1 if it stays.
+FS_DEVICE float rescale_factor(float m, float higher, float scale_log2) {
+  return ex2((m - (higher == -INF ? 0.f : higher)) * scale_log2);
+}
 
 // What exponents subtract: 0 for a column without keys so far.
 FS_DEVICE float exponent_shift(float m, float scale_log2) { return m == -INF ? 0.f : m * scale_log2; }

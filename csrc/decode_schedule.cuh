@@ -5,86 +5,118 @@
 #pragma once
 #include "page_table.cuh"
 
-constexpr int DECODE_TILE_KV = 64;   // keys of a tile
+constexpr int DECODE_TILE_KV = 64;    // keys of a tile
 constexpr int MIN_TILES_PER_CTA = 2;  // below this, fewer CTAs start sooner than more merge
+
+// Most lists are short enough for a division that takes a fifth of the time.
+FS_DEVICE int64_t quotient(int64_t a, int64_t b) {
+  if ((a | b) >> 32 == 0) return static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
+  return a / b;
+}
+
+// The tiles of a request of which some query row sees a key; none if `last` is before `first`.
+struct TileRange {
+  int first, last;
+
+  FS_DEVICE int count() const { return last - first + 1; }
+};
+
+// The last token sees all keys, the first one the earliest of the window.
+template <class Params>
+FS_DEVICE TileRange visible_tiles(const Params& p, int kv_len) {
+  const int before = kv_len - p.q_len_per_req;  // keys before the first token's own
+  const int first_key = p.window_left < 0 || before <= p.window_left ? 0 : before - p.window_left;
+  return {first_key / DECODE_TILE_KV, kv_len > 0 ? (kv_len - 1) / DECODE_TILE_KV : first_key / DECODE_TILE_KV - 1};
+}
 
 struct Segment {
   int request, kv_head, unit;
   RequestPages pages;
-  int num_tiles;   // of the item
-  int begin, end;  // tiles of the item that belong to this CTA
-  int64_t offset;  // of the item in the list
+  TileRange tiles;  // of the item
+  int begin, end;   // those that belong to this CTA
+  int64_t offset;   // of the item in the list
 
-  FS_DEVICE bool is_whole() const { return begin == 0 && end == num_tiles; }
+  FS_DEVICE bool is_whole() const { return begin == tiles.first && end > tiles.last; }
   FS_DEVICE bool owns(int tile) const { return tile >= begin && tile < end; }
   FS_DEVICE int keys_in(int tile) const { return min(pages.kv_len - tile * DECODE_TILE_KV, DECODE_TILE_KV); }
 };
 
-// The share of one CTA.
-struct WorkShare {
-  int64_t begin, end;   // in the list
-  int64_t total;        // tiles of all
-  int ctas;             // that have a share
-  int items;            // per request: KV heads times row units
-  int window;           // request at which a walk starts, at most 31 before the first one of the share
-  int64_t window_begin; // its offset in the list
+// The list and this CTA's share of it. In shared memory.
+template <int WARPS>
+struct Schedule {
+  int64_t slab_tiles[WARPS];  // tiles of consecutive slabs of requests
+  int64_t total;
+  int64_t begin, end;    // of the share
+  int64_t window_begin;  // tiles before request `window`, from which the share's first request is at most a slab away
+  int window;
+  int items;  // per request: KV heads times row units
+  int ctas;   // that have a share
 
-  FS_DEVICE int owner_of(int64_t tile) const { return static_cast<int>(((tile + 1) * ctas - 1) / total); }
+  FS_DEVICE int owner_of(int64_t tile) const { return static_cast<int>(quotient((tile + 1) * ctas - 1, total)); }
+
+  // Called by all threads; each warp adds up a slab.
+  template <class Params>
+  FS_DEVICE void make(const Params& p, int items_per_request) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int slab = ((p.batch_size + WARPS - 1) / WARPS + 31) / 32 * 32;
+    const int stop = min((warp + 1) * slab, p.batch_size);
+    int64_t tiles = 0;
+#pragma unroll 4
+    for (int request = warp * slab + lane; request < stop; request += 32)
+      tiles += visible_tiles(p, request_pages(p, request).kv_len).count();
+#pragma unroll
+    for (int x = 16; x > 0; x /= 2) tiles += __shfl_xor_sync(~0u, tiles, x);
+    if (lane == 0) slab_tiles[warp] = tiles * items_per_request;
+    __syncthreads();
+    if (threadIdx.x == 0) cut(items_per_request, slab);
+    __syncthreads();
+  }
+
+  FS_DEVICE void cut(int items_per_request, int slab) {
+    items = items_per_request;
+    int64_t sum = 0;
+#pragma unroll 1
+    for (int w = 0; w < WARPS; w++) sum += slab_tiles[w];
+    total = sum;
+    ctas = static_cast<int>(min(static_cast<int64_t>(gridDim.x), max(sum / MIN_TILES_PER_CTA, 1ll)));
+    begin = quotient(sum * blockIdx.x, ctas);
+    end = static_cast<int>(blockIdx.x) < ctas ? quotient(sum * (blockIdx.x + 1), ctas) : begin;
+    int64_t before = 0;
+    int first = 0;
+#pragma unroll 1
+    for (int w = 0; w < WARPS - 1 && before + slab_tiles[w] <= begin; w++) {
+      before += slab_tiles[w];
+      first += slab;
+    }
+    window_begin = before;
+    window = first;
+  }
 };
 
-FS_DEVICE int num_tiles(int kv_len) { return static_cast<int>((static_cast<uint32_t>(kv_len) + DECODE_TILE_KV - 1) / DECODE_TILE_KV); }
-
-// Called by all threads. `sums` [warps] is shared; each warp adds up a slab of consecutive requests.
-template <int WARPS, class Params>
-FS_DEVICE WorkShare find_share(const Params& p, int items, int64_t (&sums)[WARPS]) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int slab = ((p.batch_size + WARPS - 1) / WARPS + 31) / 32 * 32;
-  const int stop = min((warp + 1) * slab, p.batch_size);
-  int64_t tiles = 0;
-#pragma unroll 4
-  for (int request = warp * slab + lane; request < stop; request += 32)
-    tiles += num_tiles(request_pages(p, request).kv_len);
-#pragma unroll
-  for (int x = 16; x > 0; x /= 2) tiles += __shfl_xor_sync(~0u, tiles, x);
-  if (lane == 0) sums[warp] = tiles * items;
-  __syncthreads();
-
-  WorkShare share{};
-  share.items = items;
-#pragma unroll
-  for (int w = 0; w < WARPS; w++) share.total += sums[w];
-  share.ctas = static_cast<int>(min(static_cast<int64_t>(gridDim.x), max(share.total / MIN_TILES_PER_CTA, 1ll)));
-  if (static_cast<int>(blockIdx.x) >= share.ctas) return share;
-  share.begin = share.total * blockIdx.x / share.ctas;
-  share.end = share.total * (blockIdx.x + 1) / share.ctas;
-  for (int w = 0; w < WARPS - 1 && share.window_begin + sums[w] <= share.begin; w++) {
-    share.window_begin += sums[w];
-    share.window += slab;
-  }
-  return share;
-}
-
 // Enumerates the segments of a share. Called by whole warps; each lane knows one of 32 consecutive requests.
-template <class Params>
+template <class Params, class Schedule>
 struct SegmentWalk {
   const Params& p;
-  int items;
-  int64_t position, end;
-  int window;
+  const int items;
+  int64_t position;
+  const int64_t end;
+  int window;          // first of the requests that lanes know
   int64_t window_end;  // offset in the list after the window
   int64_t lane_end;    // after this lane's request
   RequestPages lane_pages;
 
-  FS_DEVICE SegmentWalk(const Params& p, const WorkShare& share)
-      : p(p), items(share.items), position(share.begin), end(share.end), window(share.window) {
-    window_end = share.window_begin;
-    if (position < end) load_window();
-  }
+  FS_DEVICE SegmentWalk(const Params& p, const Schedule& schedule)
+      : p(p),
+        items(schedule.items),
+        position(schedule.begin),
+        end(schedule.end),
+        window(schedule.window - 32),
+        window_end(schedule.window_begin) {}
 
   FS_DEVICE void load_window() {
     const int request = window + threadIdx.x % 32;
     lane_pages = request < p.batch_size ? request_pages(p, request) : RequestPages{0, 0};
-    lane_end = static_cast<int64_t>(num_tiles(lane_pages.kv_len)) * items;
+    lane_end = static_cast<int64_t>(visible_tiles(p, lane_pages.kv_len).count()) * items;
 #pragma unroll
     for (int x = 1; x < 32; x *= 2) {
       const int64_t before = __shfl_up_sync(~0u, lane_end, x);
@@ -104,40 +136,47 @@ struct SegmentWalk {
     s.request = window + lane;
     s.pages.first_index = __shfl_sync(~0u, lane_pages.first_index, lane);
     s.pages.kv_len = __shfl_sync(~0u, lane_pages.kv_len, lane);
-    s.num_tiles = num_tiles(s.pages.kv_len);
-    const int64_t request_begin = __shfl_sync(~0u, lane_end, lane) - static_cast<int64_t>(s.num_tiles) * items;
-    const int item = static_cast<int>((position - request_begin) / s.num_tiles);
-    s.offset = request_begin + static_cast<int64_t>(item) * s.num_tiles;
+    s.tiles = visible_tiles(p, s.pages.kv_len);
+    const int count = s.tiles.count();
+    const int64_t request_begin = __shfl_sync(~0u, lane_end, lane) - static_cast<int64_t>(count) * items;
+    const int item = static_cast<int>(quotient(position - request_begin, count));
+    s.offset = request_begin + static_cast<int64_t>(item) * count;
     s.kv_head = item % p.num_kv_heads;
     s.unit = item / p.num_kv_heads;
-    s.begin = static_cast<int>(position - s.offset);
-    s.end = static_cast<int>(min(static_cast<int64_t>(s.num_tiles), end - s.offset));
-    position = s.offset + s.end;
+    s.begin = s.tiles.first + static_cast<int>(position - s.offset);
+    s.end = s.tiles.first + static_cast<int>(min(static_cast<int64_t>(count), end - s.offset));
+    position += s.end - s.begin;
     return true;
   }
 };
 
-// In which order a segment's tiles are scored: tile 0 and the item's last tile, then those between, upwards.
-// With seeds both are scored even where another CTA owns them.
+// In which order a segment's tiles are scored: the item's first and last, then those between, upwards. The ends that
+// are seeds (tile 0 and the last) are scored even where another CTA owns them. Where the rows of a multi-token
+// request end in two tiles, the earlier one is scored before all others, for the seed alone.
 struct VisitOrder {
-  int last;         // the item's last tile
-  bool visits_first, visits_last;
+  TileRange tiles;
+  bool scores_ahead, visits_first, visits_last;
   int inner_begin;  // tiles between
-  int count;        // of all visits
+  int count;        // of all visits but the one ahead
 
-  FS_DEVICE VisitOrder(const Segment& s, bool seeded)
-      : last(s.num_tiles - 1),
-        visits_first(seeded || s.begin == 0),
-        visits_last(last > 0 && (seeded || s.end > last)),
-        inner_begin(max(s.begin, 1)) {
-    count = num_ends() + max(min(s.end, last) - inner_begin, 0);
+  FS_DEVICE VisitOrder(const Segment& s, bool seeded, int q_len)
+      : tiles(s.tiles),
+        scores_ahead(seeded && tiles.last > 1 && s.pages.kv_len - q_len < tiles.last * DECODE_TILE_KV),
+        visits_first(seeded && tiles.first == 0 || s.begin == tiles.first),
+        visits_last(tiles.last > tiles.first && (seeded || s.end > tiles.last)),
+        inner_begin(max(s.begin, tiles.first + 1)) {
+    count = num_ends() + max(min(s.end, tiles.last) - inner_begin, 0);
   }
 
   FS_DEVICE int num_ends() const { return visits_first + visits_last; }
 
+  // Visits are counted from the ends on: -1 is the one ahead of them.
   FS_DEVICE int tile(int visit) const {
-    if (visit == 0 && visits_first) return 0;
-    if (visit == visits_first && visits_last) return last;
+    if (visit < 0) return tiles.last - 1;
+    if (visit == 0 && visits_first) return tiles.first;
+    if (visit == visits_first && visits_last) return tiles.last;
     return inner_begin + visit - num_ends();
   }
+
+  FS_DEVICE bool is_seed(int tile) const { return tile == 0 || tile == tiles.last; }
 };

@@ -25,10 +25,32 @@ FS_DEVICE RequestPages request_pages(const Params& p, int request) {
   return {begin, end > begin ? static_cast<int>(min(keys, static_cast<int64_t>(0x7fffff00))) : 0};
 }
 
-// The page that holds a request's key at `position`; NO_PAGE past its end and for ids outside the cache.
+// Divides positions by the page size, a run-time value, without a division.
+struct PageSize {
+  uint32_t size, reciprocal;
+
+  struct Place {
+    uint32_t page, token;
+  };
+
+  FS_DEVICE explicit PageSize(uint32_t size) : size(size), reciprocal(0xffffffffu / size) {}
+
+  FS_DEVICE Place place(uint32_t position) const {
+    const uint32_t page = __umulhi(position, reciprocal), token = position - page * size;  // page may be one low
+    return token >= size ? Place{page + 1, token - size} : Place{page, token};
+  }
+};
+
+// What the page table says of a request's key at `position`; NO_PAGE past its end. Does not wait for the load.
 template <class Params>
-FS_DEVICE int page_of_key(const Params& p, const RequestPages& request, int position) {
-  if (static_cast<uint32_t>(position) >= static_cast<uint32_t>(request.kv_len)) return NO_PAGE;
-  const int page = p.indices[request.first_index + static_cast<uint32_t>(position) / p.page_size];
-  return static_cast<uint32_t>(page) < static_cast<uint32_t>(p.num_pages) ? page : NO_PAGE;
+FS_DEVICE int page_id_of_key(const Params& p, const PageSize& page_size, const RequestPages& request,
+                             uint32_t position) {
+  if (position >= static_cast<uint32_t>(request.kv_len)) return NO_PAGE;
+  return p.indices[request.first_index + page_size.place(position).page];
+}
+
+// Ids outside the cache become NO_PAGE.
+template <class Params>
+FS_DEVICE int bounded_page(const Params& p, int id) {
+  return static_cast<uint32_t>(id) < static_cast<uint32_t>(p.num_pages) ? id : NO_PAGE;
 }

@@ -45,6 +45,9 @@ PREFILL_PARAMS = ParamTable(
         ("batch_size", "int32_t"),
         ("num_qo_heads", "int32_t"),
         ("num_kv_heads", "int32_t"),
+        ("window_left", "int32_t"),
+        ("soft_cap", "float"),  # logits_soft_cap / sm_scale: in units of q.k
+        ("sinks", "const float*"),  # [num_qo_heads], natural-log units
         ("sm_scale_log2", "float"),  # sm_scale * log2(e)
         ("lse_scale", "float"),  # 1 for base 2, ln 2 for base e
         *_THRESHOLD,
@@ -83,6 +86,9 @@ DECODE_PARAMS = ParamTable(
         ("page_size", "int32_t"),
         ("num_pages", "int32_t"),  # of the cache: a page id outside reads as zeros
         ("num_indices", "int32_t"),
+        ("window_left", "int32_t"),  # -1: unlimited
+        ("soft_cap", "float"),  # logits_soft_cap / sm_scale: in units of q.k
+        ("sinks", "const float*"),  # [num_qo_heads], natural-log units
         ("sm_scale_log2", "float"),
         ("lse_scale", "float"),
         *_THRESHOLD,

@@ -63,7 +63,7 @@ class PrefillTile:
     producer_registers: int
     consumer_registers: int
     unit_rows: int = UNIT_ROWS
-    pv_parts: int = 2  # P.V of a tile in so many parts, each under the exponentials of the next
+    pv_head_keys: int = 64  # their P.V runs under the exponentials of the tile's other keys
 
     @property
     def tile_q(self) -> int:
@@ -103,10 +103,11 @@ class DecodeTile:
     k_stages: int
     v_stages: int
     tiles_per_group: int
+    q_stages: int = 2  # segments whose queries are loaded ahead
     tile_kv: int = 64
-    loader_registers: int = 72  # 504 together; scores of 2 x 64 keys and their maxima need most
+    loader_registers: int = 80  # 504 together; scores of 2 x 64 keys and their maxima need most
     scorer_registers: int = 224
-    weigher_registers: int = 208
+    weigher_registers: int = 200
 
     @property
     def threads(self) -> int:
@@ -127,9 +128,10 @@ class DecodeTile:
         page_ids = self.tile_kv if v.kv_path == "paged_gather" else 8
         k_stage = self.tile_kv * v.head_dim_qk * 2 + 16 + 8 + 4 * page_ids  # barriers, tile source
         v_stage = self.tile_kv * (v.head_dim_vo + v.rows) * 2 + 8 * v.rows + 24 + 12
-        q_and_exchange = v.rows * (v.head_dim_qk * 2 + 32 * self.tiles_per_group)
-        schedule = 8 * self.threads // 32 + 48
-        used = self.k_stages * k_stage + self.v_stages * v_stage + q_and_exchange + schedule + 4
+        q = self.q_stages * (v.rows * v.head_dim_qk * 2 + 16 + 4)
+        exchange = v.rows * 32 * self.tiles_per_group
+        schedule = 8 * self.threads // 32 + 4 * 8 + 3 * 4
+        used = self.k_stages * k_stage + self.v_stages * v_stage + q + exchange + schedule + 4
         return 1024 + _round_up(used, 1024)  # alignment of the first tile, and of the struct's size
 
 
@@ -139,15 +141,14 @@ def _round_up(x: int, multiple: int) -> int:
 
 def _decode_tile(v: Variant) -> DecodeTile:
     assert v.rows is not None
-    # 96 KiB of K always under way cover latency times bandwidth of an SM; V gets as much where P and Q
-    # of many rows leave it. An SM holds one CTA: two with half the stages were no faster.
+    # 96 KiB of K always under way cover latency times bandwidth of an SM; V gets as much where P
+    # and Q of many rows leave it. An SM holds one CTA: two with half the stages were no faster.
     k_stages = v_stages = 6 * 128 // v.head_dim_qk
-    # Small tiles arrive faster than one at a time can be judged; with many rows the scores of four do
-    # not fit the registers.
-    group = 4 if v.head_dim_qk == 64 and v.rows <= 16 else 2
-    while DecodeTile(k_stages, v_stages, group).shared_bytes(v) > MAX_SHARED_BYTES:
+    group = 2  # scores of more do not fit the registers of many rows, and were not faster for few
+    q_stages = 4 if v.rows <= 16 else 2
+    while DecodeTile(k_stages, v_stages, group, q_stages).shared_bytes(v) > MAX_SHARED_BYTES:
         v_stages -= 1
-    return DecodeTile(k_stages, v_stages, group)
+    return DecodeTile(k_stages, v_stages, group, q_stages)
 
 
 def tile_for(v: Variant) -> PrefillTile | DecodeTile:
