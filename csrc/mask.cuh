@@ -2,19 +2,30 @@
 #pragma once
 #include "types.cuh"
 
-// What a vote unit of up to 64 rows sees of its request, as numbers of keys from the first one on.
+// What a block's or a unit's rows see of their request: keys are counted from the request's first one. Row r of the
+// block has its diagonal at key `diagonal + r`: the causal limit lets it see none after, a window `window_left` before.
 struct Visibility {
-  int some;  // keys before this one are seen by a row of the unit; 0 when it has no valid row
-  int all;   // keys before this one are seen by every row
+  int first_some, end_some;  // a row sees key k only if first_some <= k < end_some
+  int first_all, end_all;    // and every row does if first_all <= k < end_all
 };
 
-// `last_visible`: the last key that row 0 of the block sees; each further row sees one more, up to kv_len.
+// Of the valid ones among rows [first_row, first_row + rows). A negative `window_left` is unlimited.
 template <bool CAUSAL>
-FS_DEVICE Visibility visibility_of(int first_row, int num_rows, int kv_len, int last_visible) {
-  if (first_row >= num_rows) return {0, 0};
-  if (!CAUSAL) return {kv_len, kv_len};
-  const int last_row = min(first_row + 64, num_rows) - 1;
-  return {min(max(last_visible + last_row + 1, 0), kv_len), min(max(last_visible + first_row + 1, 0), kv_len)};
+FS_DEVICE Visibility visibility_of(int first_row, int rows, int num_rows, int kv_len, int diagonal, int window_left) {
+  if (first_row >= num_rows) return {0, 0, 0, 0};
+  const int first = diagonal + first_row, last = diagonal + min(first_row + rows, num_rows) - 1;
+  Visibility keys;
+  keys.end_some = CAUSAL ? min(max(last + 1, 0), kv_len) : kv_len;
+  keys.end_all = CAUSAL ? min(max(first + 1, 0), kv_len) : kv_len;
+  keys.first_some = window_left < 0 ? 0 : min(max(first - window_left, 0), keys.end_some);
+  keys.first_all = window_left < 0 ? 0 : max(last - window_left, 0);
+  return keys;
+}
+
+// Tiles of `tile_kv` keys of which some row sees a key.
+FS_DEVICE int num_visible_tiles(const Visibility& keys, int tile_kv) {
+  if (keys.end_some <= keys.first_some) return 0;
+  return (keys.end_some + tile_kv - 1) / tile_kv - keys.first_some / tile_kv;
 }
 
 // Column of accumulator register `i` of an m64nN tile, apart from the thread's own offset (first_column).
@@ -31,5 +42,14 @@ FS_DEVICE void mask_after(float (&s)[N], const int (&last)[2]) {
 #pragma unroll
   for (int i = 0; i < N; i++) {
     if (column_of(i) > last[row_of(i)] - first_column()) s[i] = -INF;
+  }
+}
+
+// Hides the columns before each row's first visible one.
+template <int N>
+FS_DEVICE void mask_before(float (&s)[N], const int (&first)[2]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    if (column_of(i) < first[row_of(i)] - first_column()) s[i] = -INF;
   }
 }

@@ -1,6 +1,20 @@
-// Position in a ring of shared-memory stages that two sides walk through in the same order.
+// A ring of shared-memory stages that two sides walk through in the same order.
 #pragma once
-#include "types.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/shared.cuh"
+
+// Two barriers a stage: one side arrives at `loaded` when it has filled it, the other at `released` when it is done.
+template <int STAGES>
+struct RingBarriers {
+  uint64_t loaded[STAGES], released[STAGES];
+
+  FS_DEVICE void initialise(int loaders, int readers) {
+    for (int i = 0; i < STAGES; i++) {
+      mbarrier_init(shared_address(&loaded[i]), loaders);
+      mbarrier_init(shared_address(&released[i]), readers);
+    }
+  }
+};
 
 template <int STAGES>
 struct RingPosition {

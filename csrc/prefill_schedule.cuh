@@ -1,6 +1,7 @@
 // Which rows of which request a CTA attends to, and in which order it visits their keys. Worked out on the device
 // from the index tensors: no length ever reaches the host.
 #pragma once
+#include "mask.cuh"
 #include "types.cuh"
 
 // One row block of one head of one request, as the producer posts it to the consumers.
@@ -11,29 +12,30 @@ struct WorkItem {
   int num_rows;      // valid rows of the block
   int first_key;     // row of k and v
   int kv_len;        // keys of the request
-  int last_visible;  // last key that the first row sees, counted from the request's first; may be negative
+  int diagonal;      // key on the first row's diagonal, counted from the request's first; may be negative
   float threshold;   // log2 lambda in raw score units; -INF where nothing may be skipped
 };
 
 enum class Order { DIAGONAL_SINK_DESCENDING, DESCENDING, ASCENDING };
 
 // The load tiles that some row of a block sees, in visiting order.
-template <Order ORDER, bool CAUSAL, int TILE_KV>
+template <Order ORDER, int TILE_KV>
 struct TileOrder {
+  int first;  // lowest tile
   int count;
-  int cut;  // how many, the last ones, the causal limit of the block's first row cuts
+  int cut;  // how many, the highest ones, the causal limit of the block's first row cuts
 
-  FS_DEVICE explicit TileOrder(int num_rows, int kv_len, int last_visible) {
-    const int seen_by_last = CAUSAL ? min(max(last_visible + num_rows, 0), kv_len) : kv_len;
-    const int seen_by_first = CAUSAL ? min(max(last_visible + 1, 0), kv_len) : kv_len;
-    count = (seen_by_last + TILE_KV - 1) / TILE_KV;
-    cut = seen_by_first < kv_len ? count - seen_by_first / TILE_KV : 0;
+  FS_DEVICE TileOrder(const Visibility& keys, int kv_len) {
+    first = keys.first_some / TILE_KV;
+    count = keys.end_some > keys.first_some ? (keys.end_some + TILE_KV - 1) / TILE_KV - first : 0;
+    cut = keys.end_all < kv_len ? min(first + count - keys.end_all / TILE_KV, count) : 0;
   }
 
   FS_DEVICE int tile(int step) const {
-    if (ORDER == Order::ASCENDING) return step;
-    if (ORDER == Order::DESCENDING || step < cut) return count - 1 - step;
-    return step == cut ? 0 : count - step;  // the sink tile comes between the diagonal and the rest
+    if (ORDER == Order::ASCENDING) return first + step;
+    const int descending = first + count - 1 - step;
+    if (ORDER == Order::DESCENDING || first > 0 || step < cut) return descending;
+    return step == cut ? 0 : descending + 1;  // the sink tile comes between the diagonal and the rest
   }
 };
 
@@ -49,27 +51,59 @@ struct Span {
 
 // Hands out items in one global order: requests as they come; within one, head sections whose keys and values fit
 // into L2, long rows first, the heads of a section side by side. All 32 lanes of the producer warp call it.
-template <int TILE_Q, bool CAUSAL, int KV_HEAD_BYTES>
+// Without a causal limit all items of a request cost the same, and the last wave may leave most CTAs idle. Its row
+// blocks are then cut into pieces of whole units, which changes no decision: units vote alone, in the same order.
+template <int TILE_Q, int UNIT_ROWS, bool CAUSAL, int KV_HEAD_BYTES>
 struct Scheduler {
   static constexpr int L2_BYTES = 32 << 20;  // of keys and values in use at a time; the L2 holds 50 MB
+  static constexpr int UNITS = TILE_Q / UNIT_ROWS;
+  static constexpr int MOST_COUNTED = 1024;  // requests: counting the items of more would take longer than it saves
 
-  uint32_t claimed = blockIdx.x;  // in lane 0: this CTA's next item; the first one needs no counter
+  uint32_t claimed = blockIdx.x;  // in lane 0: this CTA's next turn; the first one needs no counter
   uint32_t first_item = 0;        // number of items before `request`
   int request = 0;                // items are claimed in ascending order, so the search never goes back
+  uint32_t whole_items = ~0u;     // the items after these are cut
+  uint32_t pieces = 1;
+
+  template <class Params>
+  FS_DEVICE explicit Scheduler(const Params& p) {
+    if (CAUSAL || p.batch_size > MOST_COUNTED) return;
+    uint32_t items = 0;
+    for (int i = threadIdx.x % 32; i < p.batch_size; i += 32) items += num_items(p, i);
+    items = __reduce_add_sync(~0u, items);
+    const uint32_t last_wave = items % gridDim.x;
+    if (2 * last_wave > gridDim.x) return;
+    whole_items = items - last_wave;
+    pieces = 3 * last_wave > gridDim.x ? 2 : UNITS;
+  }
 
   // The last CTA to finish leaves both words at zero for the next launch or graph replay.
   FS_DEVICE static void finish(uint32_t* work_counter) {
     if (atomicAdd(work_counter + 1, 1) == gridDim.x - 1) work_counter[0] = work_counter[1] = 0;
   }
 
-  // The next item; its `request` is -1 when no work is left. The item after it is claimed early, because the
+  // The next item; its `request` is -1 when no work is left. The turn after it is claimed early, because the
   // counter takes about a microsecond to answer.
   template <class Params>
   FS_DEVICE WorkItem next(const Params& p) {
-    const uint32_t item = __shfl_sync(~0u, claimed, 0);
+    uint32_t item = __shfl_sync(~0u, claimed, 0), piece = 0;
+    const bool is_cut = item >= whole_items;
+    if (is_cut) {
+      piece = (item - whole_items) % pieces;
+      item = whole_items + (item - whole_items) / pieces;
+    }
     if (!find_request(p, item)) return {-1};
     if (threadIdx.x % 32 == 0) claimed = atomicAdd(p.work_counter, 1) + gridDim.x;
-    return describe(p, item - first_item);
+    WorkItem work = describe(p, item - first_item);
+    if (is_cut) cut(work, piece * UNITS / pieces, (piece + 1) * UNITS / pieces);
+    return work;
+  }
+
+  // Leaves units [first, end) of a row block.
+  FS_DEVICE static void cut(WorkItem& work, int first, int end) {
+    work.num_rows = min(max(work.num_rows - first * UNIT_ROWS, 0), (end - first) * UNIT_ROWS);
+    work.first_row += first * UNIT_ROWS;
+    work.diagonal += first * UNIT_ROWS;
   }
 
   // Moves to the request that `item` lies in, 32 requests at a time.
@@ -126,7 +160,7 @@ struct Scheduler {
     item.num_rows = min(qo.length - row, TILE_Q);
     item.first_key = kv.first;
     item.kv_len = kv.length;
-    item.last_visible = CAUSAL ? row + kv.length - qo.length : kv.length - 1;
+    item.diagonal = row + kv.length - qo.length;
     return item;
   }
 };

@@ -85,3 +85,17 @@ FS_DEVICE void sum_in_row(float (&l)[2]) {
     l[r] += __shfl_xor_sync(~0u, l[r], 2);
   }
 }
+
+// What a row's accumulator is multiplied by to be the output, and the row's LSE in log2 units.
+struct RowEnd {
+  float factor, lse_log2;
+};
+
+// `m_log2` is the row's maximum, `sink_log2` a logit that joins the denominator, -INF for none. A row without either is
+// exactly zero and its LSE -INF.
+FS_DEVICE RowEnd end_of_row(float m_log2, float l, float sink_log2) {
+  const float top = max_nan(m_log2, sink_log2);
+  if (top == -INF) return {0.f, -INF};
+  const float weight = ex2(m_log2 - top), total = l * weight + ex2(sink_log2 - top);
+  return {weight / total, top + lg2(total)};
+}

@@ -89,7 +89,15 @@ def kept_keys(skip_map: SkipMap) -> Tensor:
     return visible & kept.repeat_interleave(geometry.keys_per_vote, 2)[..., : geometry.kv_len]
 
 
-def eager_attention(q: Tensor, k: Tensor, v: Tensor, kept: Tensor, sm_scale: float) -> Tensor:
+def eager_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kept: Tensor,
+    sm_scale: float,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attention of one request as plain code in the tensors' own precision computes it.
 
     Scores and sums in fp32, probabilities relative to the row's maximum and rounded to the dtype of
@@ -98,10 +106,17 @@ def eager_attention(q: Tensor, k: Tensor, v: Tensor, kept: Tensor, sm_scale: flo
     group = q.shape[1] // k.shape[1]
     keys = k.float().repeat_interleave(group, 1).permute(1, 2, 0)
     values = v.float().repeat_interleave(group, 1).transpose(0, 1)
-    s = (q.float().transpose(0, 1) @ keys * sm_scale).masked_fill(~kept, -torch.inf)
+    s = q.float().transpose(0, 1) @ keys * sm_scale
+    if soft_cap:
+        s = soft_cap * torch.tanh(s / soft_cap)
+    s = s.masked_fill(~kept, -torch.inf)
     m = s.amax(-1, keepdim=True) if s.shape[-1] else s.new_full((*s.shape[:2], 1), -torch.inf)
-    p = torch.exp(s - m.masked_fill(m == -torch.inf, 0))
-    o = p.to(v.dtype).float() @ values / p.sum(-1, keepdim=True)
+    m = m.masked_fill(m == -torch.inf, 0)
+    p = torch.exp(s - m)
+    total = p.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sinks[:, None, None] - m)
+    o = p.to(v.dtype).float() @ values / total
     return o.nan_to_num(0).transpose(0, 1).to(q.dtype)
 
 

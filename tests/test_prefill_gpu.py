@@ -72,7 +72,8 @@ def attend(batch: Ragged, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def oracle(
     wrapper: flashskip.BatchPrefillWrapper, batch: Ragged, thresholds: list[float | None] | None
 ) -> reference.Result:
-    """The reference in float64, with the plan's geometry."""
+    """The reference in float64, with the plan's geometry and options."""
+    options = wrapper._planned().options
     return reference.attention(
         batch.q,
         batch.k,
@@ -80,12 +81,19 @@ def oracle(
         qo_indptr=batch.qo_indptr,
         kv_indptr=batch.kv_indptr,
         geometry=wrapper.geometry,
+        logits_soft_cap=options.logits_soft_cap,
+        sinks=options.sinks,
         thresholds=thresholds,
     )
 
 
 def assert_matches(
-    batch: Ragged, out: torch.Tensor, lse: torch.Tensor, exact: reference.Result
+    batch: Ragged,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    exact: reference.Result,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Outputs within the budget of each request, LSE to 1e-4, all rows written."""
     assert exact.skip_map is not None
@@ -93,7 +101,8 @@ def assert_matches(
     for (qo, kv), skip_map in zip(batch.spans(), exact.skip_map, strict=True):
         if qo.stop > qo.start:
             kept = kept_keys(skip_map)
-            eager = eager_attention(batch.q[qo], batch.k[kv], batch.v[kv], kept, sm_scale)
+            tensors = (batch.q[qo], batch.k[kv], batch.v[kv])
+            eager = eager_attention(*tensors, kept, sm_scale, soft_cap, sinks)
             assert_within_budget(out[qo], exact.out[qo], eager)
             sees_nothing = ~kept.any(-1).mT
             assert (out[qo][sees_nothing] == 0).all()
@@ -119,7 +128,8 @@ def check(batch: Ragged, threshold: float | None = None, **options: Any) -> None
     out, lse = run(wrapper, batch)
     thresholds = None if threshold is None else [threshold] * (len(batch.qo_indptr) - 1)
     exact = oracle(wrapper, batch, thresholds)
-    assert_matches(batch, out, lse, exact)
+    capped_and_sunk = (options.get("logits_soft_cap"), options.get("sinks"))
+    assert_matches(batch, out, lse, exact, *capped_and_sunk)
     if threshold is not None:
         assert_counts(wrapper, exact)
 
@@ -260,6 +270,71 @@ def test_offsets_beyond_31_bits() -> None:
     assert torch.equal(lse[before:], expected_lse)
     assert (out[:before] == 0).all()
     assert lse[:before].isneginf().all()
+
+
+# ---- window, soft cap, sinks ------------------------------------------------------------------
+
+
+@pytest.mark.variants(
+    lambda causal: [
+        variant(causal=causal, window_left=1),
+        variant(causal=causal, window_left=1, skip_softmax_threshold=0.1, collect_stats=True),
+    ]
+)
+@pytest.mark.parametrize("threshold", [None, 0.02])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window_left", [0, 1, 63, 100, 256, 5000])
+def test_window(window_left: int, causal: bool, threshold: float | None) -> None:
+    batch = make_ragged(*LONG, 3, 1, 128, device=DEVICE, hot=0.3, gain=8.0)
+    check(batch, threshold, causal=causal, window_left=window_left)
+    batch = make_ragged(*MIX, 3, 1, 128, device=DEVICE)
+    check(batch, threshold, causal=causal, window_left=window_left)
+
+
+@pytest.mark.variants(
+    lambda order: [
+        variant(
+            causal=True,
+            window_left=1,
+            order=order,
+            skip_softmax_threshold=0.1,
+            collect_stats=True,
+        )
+    ]
+)
+@pytest.mark.parametrize("order", ORDERS)
+def test_window_in_each_order(order: str) -> None:
+    batch = make_ragged(*LONG, 3, 1, 128, device=DEVICE, hot=0.3, gain=8.0)
+    check(batch, 0.02, causal=True, window_left=300, order=order)
+
+
+def capped(**options: Any) -> list[Variant]:
+    """Return the dense and the counting kernel with options."""
+    return [variant(**options), variant(**options, skip_softmax_threshold=0.1, collect_stats=True)]
+
+
+@pytest.mark.variants(capped(causal=True, logits_soft_cap=1.0))
+@pytest.mark.parametrize("threshold", [None, 0.02])
+@pytest.mark.parametrize("cap", [1.5, 6.0, 50.0])
+def test_soft_cap(cap: float, threshold: float | None) -> None:
+    batch = make_ragged(*LONG, 3, 1, 128, device=DEVICE, hot=0.3, gain=8.0)
+    check(batch, threshold, causal=True, logits_soft_cap=cap)
+
+
+@pytest.mark.variants(capped(causal=True, sinks=torch.empty(0)))
+@pytest.mark.parametrize("threshold", [None, 0.02])
+def test_sinks(threshold: float | None) -> None:
+    batch = make_ragged(*MIX, 3, 1, 128, device=DEVICE, hot=0.3, gain=8.0)
+    sinks = torch.tensor([-3.0, 2.0, 30.0], device=DEVICE)
+    check(batch, threshold, causal=True, sinks=sinks)
+
+
+@pytest.mark.variants(capped(head_dim=64, window_left=1, logits_soft_cap=1.0, sinks=torch.empty(0)))
+@pytest.mark.parametrize("threshold", [None, 0.02])
+def test_window_soft_cap_and_sinks_together(threshold: float | None) -> None:
+    batch = make_ragged(*MIX, 4, 2, 64, device=DEVICE, hot=0.3, gain=6.0)
+    sinks = torch.tensor([-3.0, 2.0, 0.0, 5.0], device=DEVICE)
+    check(batch, threshold, window_left=200, logits_soft_cap=10.0, sinks=sinks)
 
 
 # ---- skipping ------------------------------------------------------------------------------------
