@@ -1,7 +1,6 @@
-// Which rows of which request a CTA attends to, and in which order it visits their keys. Worked out on the device
-// from the index tensors: no length ever reaches the host.
+// Which rows of which request a CTA attends to. Worked out on the device from the index tensors: no length ever
+// reaches the host.
 #pragma once
-#include "mask.cuh"
 #include "types.cuh"
 
 // One row block of one head of one request, as the producer posts it to the consumers.
@@ -14,29 +13,6 @@ struct WorkItem {
   int kv_len;        // keys of the request
   int diagonal;      // key on the first row's diagonal, counted from the request's first; may be negative
   float threshold;   // log2 lambda in raw score units; -INF where nothing may be skipped
-};
-
-enum class Order { DIAGONAL_SINK_DESCENDING, DESCENDING, ASCENDING };
-
-// The load tiles that some row of a block sees, in visiting order.
-template <Order ORDER, int TILE_KV>
-struct TileOrder {
-  int first;  // lowest tile
-  int count;
-  int cut;  // how many, the highest ones, the causal limit of the block's first row cuts
-
-  FS_DEVICE TileOrder(const Visibility& keys, int kv_len) {
-    first = keys.first_some / TILE_KV;
-    count = keys.end_some > keys.first_some ? (keys.end_some + TILE_KV - 1) / TILE_KV - first : 0;
-    cut = keys.end_all < kv_len ? min(first + count - keys.end_all / TILE_KV, count) : 0;
-  }
-
-  FS_DEVICE int tile(int step) const {
-    if (ORDER == Order::ASCENDING) return first + step;
-    const int descending = first + count - 1 - step;
-    if (ORDER == Order::DESCENDING || first > 0 || step < cut) return descending;
-    return step == cut ? 0 : descending + 1;  // the sink tile comes between the diagonal and the rest
-  }
 };
 
 // First token and number of tokens of a request; offsets on the device are bounded here, never trusted.

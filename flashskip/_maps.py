@@ -28,7 +28,8 @@ WRAP_BYTES = 2**34
 def ragged_map(t: torch.Tensor, dtype: str, box_rows: int) -> Map:
     """Map of `t` ``[tokens, heads, dim]`` by (column, row, head, y, x), boxes of 64 columns."""
     _, heads, dim = t.shape
-    # The stride of a dimension of one element is arbitrary, and an empty tensor has no address: neither is used.
+    # The stride of a dimension of one element is arbitrary, an empty tensor has no address: neither
+    # is ever used.
     row = dim * t.element_size()
     token = t.stride(0) * t.element_size() if t.shape[0] > 1 else row
     head = t.stride(1) * t.element_size() if heads > 1 else row

@@ -1,4 +1,4 @@
-"""The prefill kernel on a GPU against the reference: outputs, LSE, skip maps and counters."""
+"""The prefill kernel on a GPU against the reference: outputs, LSE, launches."""
 
 from __future__ import annotations
 
@@ -8,131 +8,24 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import (
-    Ragged,
-    assert_within_budget,
-    eager_attention,
-    indptr,
-    kept_keys,
-    make_ragged,
-    poison,
-    poisoned,
+from helpers import Ragged, indptr, make_ragged, poison, poisoned
+from prefill_gpu import (
+    BF16,
+    DEVICE,
+    FP16,
+    LONG,
+    MIX,
+    assert_counts,
+    assert_matches,
+    attend,
+    check,
+    oracle,
+    plan,
+    run,
+    variant,
 )
 
-import flashskip
-from flashskip import reference
-from flashskip._options import PlanOptions
-from flashskip.geometry import ORDERS
-from flashskip.variant import Variant
-
 pytestmark = pytest.mark.gpu
-
-DEVICE = "cuda"
-BF16, FP16 = torch.bfloat16, torch.float16
-
-# Queries and keys of requests: none, one, more queries than keys, partial tiles, whole blocks.
-MIX = ((130, 0, 5, 300, 64, 700, 1, 192), (130, 77, 900, 300, 0, 500, 333, 1152))
-LONG = ((2000, 1, 300, 700), (2000, 500, 300, 900))
-
-# Scores are fp32 sums of exact products: their error is far below this, in log2 units. A decision
-# whose margin is smaller may fall either way.
-ROUNDING_BAND = 1e-3
-
-
-def variant(head_dim: int = 128, dtype: torch.dtype = BF16, **options: Any) -> Variant:
-    """Return the kernel that a plan with these options launches."""
-    wrapper = flashskip.BatchPrefillWrapper(torch.empty(0))
-    return wrapper._variant(PlanOptions(q_data_type=dtype, **options), head_dim, head_dim)
-
-
-def plan(batch: Ragged, **options: Any) -> flashskip.BatchPrefillWrapper:
-    """Plan for `batch` on the test's device."""
-    wrapper = flashskip.BatchPrefillWrapper(torch.empty(0, device=DEVICE))
-    (_, heads, head_dim), num_kv_heads = batch.q.shape, batch.k.shape[1]
-    options = {"q_data_type": batch.q.dtype, **options}
-    wrapper.plan(batch.qo_indptr, batch.kv_indptr, heads, num_kv_heads, head_dim, **options)
-    return wrapper
-
-
-def run(
-    wrapper: flashskip.BatchPrefillWrapper, batch: Ragged, lse_base: str = "log2"
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run into poisoned outputs."""
-    out = poisoned(batch.q.shape, batch.q.dtype, DEVICE)
-    lse = poisoned(batch.q.shape[:2], torch.float32, DEVICE)
-    wrapper.run(batch.q, batch.k, batch.v, out=out, lse=lse, lse_base=lse_base)
-    return out, lse
-
-
-def attend(batch: Ragged, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Plan and run once."""
-    return run(plan(batch, **options), batch)
-
-
-def oracle(
-    wrapper: flashskip.BatchPrefillWrapper, batch: Ragged, thresholds: list[float | None] | None
-) -> reference.Result:
-    """The reference in float64, with the plan's geometry and options."""
-    options = wrapper._planned().options
-    return reference.attention(
-        batch.q,
-        batch.k,
-        batch.v,
-        qo_indptr=batch.qo_indptr,
-        kv_indptr=batch.kv_indptr,
-        geometry=wrapper.geometry,
-        logits_soft_cap=options.logits_soft_cap,
-        sinks=options.sinks,
-        thresholds=thresholds,
-    )
-
-
-def assert_matches(
-    batch: Ragged,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    exact: reference.Result,
-    soft_cap: float | None = None,
-    sinks: torch.Tensor | None = None,
-) -> None:
-    """Outputs within the budget of each request, LSE to 1e-4, all rows written."""
-    assert exact.skip_map is not None
-    sm_scale = batch.q.shape[-1] ** -0.5
-    for (qo, kv), skip_map in zip(batch.spans(), exact.skip_map, strict=True):
-        if qo.stop > qo.start:
-            kept = kept_keys(skip_map)
-            tensors = (batch.q[qo], batch.k[kv], batch.v[kv])
-            eager = eager_attention(*tensors, kept, sm_scale, soft_cap, sinks)
-            assert_within_budget(out[qo], exact.out[qo], eager)
-            sees_nothing = ~kept.any(-1).mT
-            assert (out[qo][sees_nothing] == 0).all()
-    torch.testing.assert_close(lse.double(), exact.lse, rtol=0, atol=1e-4)
-
-
-def assert_counts(wrapper: flashskip.BatchPrefillWrapper, exact: reference.Result) -> None:
-    """Counters equal the oracle's, but for decisions within the rounding band."""
-    assert exact.skip_map is not None
-    stats = wrapper.stats.cpu()
-    counts = exact.counts.cpu()
-    torch.testing.assert_close(stats[..., 1], counts[..., 1], rtol=0, atol=0)
-    close = [(m.margin.abs() < ROUNDING_BAND).sum((1, 2)).cpu() for m in exact.skip_map]
-    assert ((stats - counts)[..., 0].abs() <= torch.stack(close)).all()
-
-
-def check(batch: Ragged, threshold: float | None = None, **options: Any) -> None:
-    """Attend and compare with the oracle: outputs, LSE, and the counters where there are some."""
-    skips = (
-        {} if threshold is None else {"collect_stats": True, "skip_softmax_threshold": threshold}
-    )
-    wrapper = plan(batch, **options, **skips)
-    out, lse = run(wrapper, batch)
-    thresholds = None if threshold is None else [threshold] * (len(batch.qo_indptr) - 1)
-    exact = oracle(wrapper, batch, thresholds)
-    capped_and_sunk = (options.get("logits_soft_cap"), options.get("sinks"))
-    assert_matches(batch, out, lse, exact, *capped_and_sunk)
-    if threshold is not None:
-        assert_counts(wrapper, exact)
-
 
 # ---- dense ---------------------------------------------------------------------------------------
 
@@ -272,187 +165,7 @@ def test_offsets_beyond_31_bits() -> None:
     assert lse[:before].isneginf().all()
 
 
-# ---- window, soft cap, sinks ------------------------------------------------------------------
-
-
-@pytest.mark.variants(
-    lambda causal: [
-        variant(causal=causal, window_left=1),
-        variant(causal=causal, window_left=1, skip_softmax_threshold=0.1, collect_stats=True),
-    ]
-)
-@pytest.mark.parametrize("threshold", [None, 0.02])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("window_left", [0, 1, 63, 100, 256, 5000])
-def test_window(window_left: int, causal: bool, threshold: float | None) -> None:
-    batch = make_ragged(*LONG, 3, 1, 128, device=DEVICE, hot=0.3, gain=8.0)
-    check(batch, threshold, causal=causal, window_left=window_left)
-    batch = make_ragged(*MIX, 3, 1, 128, device=DEVICE)
-    check(batch, threshold, causal=causal, window_left=window_left)
-
-
-@pytest.mark.variants(
-    lambda order: [
-        variant(
-            causal=True,
-            window_left=1,
-            order=order,
-            skip_softmax_threshold=0.1,
-            collect_stats=True,
-        )
-    ]
-)
-@pytest.mark.parametrize("order", ORDERS)
-def test_window_in_each_order(order: str) -> None:
-    batch = make_ragged(*LONG, 3, 1, 128, device=DEVICE, hot=0.3, gain=8.0)
-    check(batch, 0.02, causal=True, window_left=300, order=order)
-
-
-def capped(**options: Any) -> list[Variant]:
-    """Return the dense and the counting kernel with options."""
-    return [variant(**options), variant(**options, skip_softmax_threshold=0.1, collect_stats=True)]
-
-
-@pytest.mark.variants(capped(causal=True, logits_soft_cap=1.0))
-@pytest.mark.parametrize("threshold", [None, 0.02])
-@pytest.mark.parametrize("cap", [1.5, 6.0, 50.0])
-def test_soft_cap(cap: float, threshold: float | None) -> None:
-    batch = make_ragged(*LONG, 3, 1, 128, device=DEVICE, hot=0.3, gain=8.0)
-    check(batch, threshold, causal=True, logits_soft_cap=cap)
-
-
-@pytest.mark.variants(capped(causal=True, sinks=torch.empty(0)))
-@pytest.mark.parametrize("threshold", [None, 0.02])
-def test_sinks(threshold: float | None) -> None:
-    batch = make_ragged(*MIX, 3, 1, 128, device=DEVICE, hot=0.3, gain=8.0)
-    sinks = torch.tensor([-3.0, 2.0, 30.0], device=DEVICE)
-    check(batch, threshold, causal=True, sinks=sinks)
-
-
-@pytest.mark.variants(capped(head_dim=64, window_left=1, logits_soft_cap=1.0, sinks=torch.empty(0)))
-@pytest.mark.parametrize("threshold", [None, 0.02])
-def test_window_soft_cap_and_sinks_together(threshold: float | None) -> None:
-    batch = make_ragged(*MIX, 4, 2, 64, device=DEVICE, hot=0.3, gain=6.0)
-    sinks = torch.tensor([-3.0, 2.0, 0.0, 5.0], device=DEVICE)
-    check(batch, threshold, window_left=200, logits_soft_cap=10.0, sinks=sinks)
-
-
-# ---- skipping ------------------------------------------------------------------------------------
-
-
-def skip_variants(order: str, vote_kv: int, causal: bool) -> list[Variant]:
-    """Return the counting kernel of an order and granularity."""
-    options = {"order": order, "vote_kv": vote_kv, "causal": causal, "collect_stats": True}
-    return [variant(skip_softmax_threshold=0.1, **options)]
-
-
-@pytest.mark.variants(lambda order, vote_kv, causal: skip_variants(order, vote_kv, causal))
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("vote_kv", [64, 128])
-@pytest.mark.parametrize("order", ORDERS)
-def test_skipping_matches_the_oracle(order: str, vote_kv: int, causal: bool) -> None:
-    batch = make_ragged(*LONG, 5, 1, 128, hot=0.3, device=DEVICE)
-    check(batch, 1e-4, order=order, vote_kv=vote_kv, causal=causal)
-
-
-@pytest.mark.variants(
-    lambda head_dim, dtype: [
-        variant(head_dim, dtype, causal=True, skip_softmax_threshold=0.1, collect_stats=True)
-    ]
-)
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("threshold", [0.0, 0.02, 1.0])
-def test_thresholds(threshold: float, dtype: torch.dtype, head_dim: int) -> None:
-    batch = make_ragged(*MIX, 3, 1, head_dim, dtype, hot=0.3, gain=8.0, device=DEVICE)
-    check(batch, threshold, causal=True)
-
-
-@pytest.mark.variants(lambda order, vote_kv, causal: skip_variants(order, vote_kv, causal))
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("vote_kv", [64, 128])
-def test_skip_map_seen_through_v(vote_kv: int, order: str, causal: bool) -> None:
-    batch = make_ragged((1500, 700), (2000, 900), 3, 1, 128, device=DEVICE, hot=0.2, gain=8.0)
-    for (
-        _,
-        kv,
-    ) in batch.spans():  # V is one-hot in its vote tile, so the output tells which tiles were kept
-        tile = torch.arange(kv.stop - kv.start, device=DEVICE) // vote_kv
-        batch.v[kv] = torch.nn.functional.one_hot(tile, 128)[:, None].to(BF16)
-    threshold = 0.02
-    options = {"order": order, "vote_kv": vote_kv, "causal": causal}
-    wrapper = plan(batch, skip_softmax_threshold=threshold, collect_stats=True, **options)
-    out, _ = run(wrapper, batch)
-    exact = oracle(wrapper, batch, [threshold] * 2)
-    assert exact.skip_map is not None
-    for (qo, _), skip_map in zip(batch.spans(), exact.skip_map, strict=True):
-        units = skip_map.geometry.num_units
-        weights = out[qo].transpose(0, 1)[..., : skip_map.state.shape[-1]]
-        padding = units * 64 - weights.shape[1]
-        rows = torch.nn.functional.pad(weights, (0, 0, 0, padding)).unflatten(1, (units, 64))
-        certain = skip_map.margin.abs() > ROUNDING_BAND
-        assert 0.05 < skip_map.skipped.double().mean() < 0.95
-        assert certain.double().mean() > 0.99
-        assert torch.equal((rows > 0).any(2)[certain], skip_map.kept[certain])
-    assert_counts(wrapper, exact)
-
-
-@pytest.mark.variants(
-    lambda vote_kv: [
-        variant(causal=True, vote_kv=vote_kv, skip_softmax_threshold=0.0),
-        variant(causal=True),
-    ]
-)
-@pytest.mark.parametrize("vote_kv", [64, 128])
-def test_threshold_zero_equals_dense_bitwise(vote_kv: int) -> None:
-    batch = make_ragged(*LONG, 5, 1, 128, device=DEVICE)
-    dense = attend(batch, causal=True)
-    for threshold in (0.0, 1e-30):
-        skipping = attend(batch, causal=True, skip_softmax_threshold=threshold, vote_kv=vote_kv)
-        assert torch.equal(skipping[0], dense[0])
-        assert torch.equal(skipping[1], dense[1])
-
-
 STATS = {"causal": True, "collect_stats": True}
-
-
-@pytest.mark.variants([variant(skip_softmax_threshold=0.1, **STATS)])
-def test_live_thresholds() -> None:
-    batch = make_ragged(*LONG, 5, 1, 128, device=DEVICE, hot=0.3, gain=8.0)
-    live = torch.zeros(4, device=DEVICE)
-    wrapper = plan(batch, skip_softmax_threshold=live, **STATS)
-    for values, meaning in (
-        ((0.0, 0.5, 0.02, 1e-3), (0.0, 0.5, 0.02, 1e-3)),
-        ((math.nan, -1.0, 7.0, math.inf), (0.0, 0.0, 1.0, 1.0)),
-    ):
-        live.copy_(torch.tensor(values))
-        wrapper.reset_stats()
-        out, lse = run(wrapper, batch)
-        exact = oracle(wrapper, batch, list(meaning))
-        assert_matches(batch, out, lse, exact)
-        assert_counts(wrapper, exact)
-
-
-@pytest.mark.variants([variant(skip_softmax_threshold=0.1, **STATS)])
-@pytest.mark.parametrize("overflow", ["dense", "clamp"])
-@pytest.mark.parametrize("with_kv_len", [False, True])
-def test_scale_factor(overflow: str, with_kv_len: bool) -> None:
-    batch = make_ragged(
-        (700, 300, 500), (2000, 300, 900), 4, 1, 128, device=DEVICE, hot=0.3, gain=8.0
-    )
-    lengths = [2000, 300, 4000] if with_kv_len else [2000, 300, 900]
-    options: dict[str, Any] = {"overflow": overflow} if overflow != "dense" else {}
-    if with_kv_len:
-        kv_len = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-        options["threshold_kv_len"] = kv_len
-    wrapper = plan(batch, skip_softmax_threshold_scale_factor=400.0, **options, **STATS)
-    out, lse = run(wrapper, batch)
-    thresholds = reference.final_thresholds(lengths, scale_factor=400.0, overflow=overflow)
-    assert thresholds[1] == (None if overflow == "dense" else 1.0)
-    exact = oracle(wrapper, batch, thresholds)
-    assert_matches(batch, out, lse, exact)
-    assert_counts(wrapper, exact)
 
 
 # ---- how it is launched --------------------------------------------------------------------------

@@ -78,5 +78,5 @@ def test_a_fault_names_the_field_and_its_alternatives():
     v = dataclasses.replace(matrix()[0], head_dim_qk=80, head_dim_vo=80)
     assert fault(v) == "head_dim_qk"
     assert alternatives(v, "head_dim_qk") == [64, 128]
-    v = dataclasses.replace(matrix()[0], sinks=True)
-    assert fault(v) == "sinks"
+    v = dataclasses.replace(matrix()[0], bound=True)
+    assert fault(v) == "bound"
