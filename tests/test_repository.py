@@ -212,8 +212,10 @@ FUNCTION_BUDGET = 60
 LARGER = {
     "flashskip/policy/config.py": (450, "every spelling of the options of one dataclass"),
     "templates/decode_sm90.cu.jinja": (600, "three warpgroups, each with a program of its own"),
+    "templates/prefill_sm90.cu.jinja": (430, "loader, score and output steps of one pipeline"),
     "csrc/decode_schedule.cuh": (230, "stream-K: segments, their neighbours, and who merges"),
     "tests/test_cache.py": (680, "one case for each way a cache directory can be damaged"),
+    "tests/test_prefill_gpu.py": (540, "shapes, options, streams and graphs of one kernel"),
     "tests/test_policy_spellings.py": (600, "one case for each spelling of a configuration"),
 }
 

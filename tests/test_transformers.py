@@ -265,6 +265,19 @@ def test_phase_without_threshold_is_dense(llama):
     assert attention.stats("prefill") == [(0, 0), (0, 0)]
 
 
+def test_compiled_model_equals_eager(llama):
+    """The attention layers are graph breaks; everything around them is compiled."""
+    ids = tokens(2, 60)
+    mask, positions = padded([0, 20], [0, 0], 60)
+    kwargs = {"attention_mask": mask, "position_ids": positions}
+    expected = logits(llama, "eager", ids, **kwargs)
+    llama.set_attn_implementation("flashskip")
+    with torch.no_grad():
+        found = torch.compile(llama, backend="eager")(ids, **kwargs).logits
+    real = mask.bool()
+    torch.testing.assert_close(found[real], expected[real], atol=TOLERANCE, rtol=0)
+
+
 def test_custom_4d_mask_is_refused(llama):
     mask = torch.zeros(1, 1, 20, 20)
     with pytest.raises(UnsupportedVariant, match=r"a tensor \(1, 1, 20, 20\); .*'sdpa'"):
