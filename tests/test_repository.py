@@ -205,7 +205,7 @@ def test_public_names_are_found_where_they_live():
 
 # ---- sizes -------------------------------------------------------------------------------------
 
-BUDGETS = {"flashskip": 350, "benchmarks": 350, "tests": 460, "templates": 400, "csrc": 150}
+BUDGETS = {"flashskip": 350, "benchmarks": 350, "tests": 600, "templates": 400, "csrc": 150}
 FUNCTION_BUDGET = 60
 
 # Files above the budget, each with its own and the reason.
@@ -215,8 +215,6 @@ LARGER = {
     "templates/prefill_sm90.cu.jinja": (430, "loader, score and output steps of one pipeline"),
     "csrc/decode_schedule.cuh": (230, "stream-K: segments, their neighbours, and who merges"),
     "tests/test_cache.py": (680, "one case for each way a cache directory can be damaged"),
-    "tests/test_prefill_gpu.py": (540, "shapes, options, streams and graphs of one kernel"),
-    "tests/test_policy_spellings.py": (600, "one case for each spelling of a configuration"),
 }
 
 
