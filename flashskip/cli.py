@@ -33,10 +33,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         _env.configure_logging()
-        if argv[:1] == ["demo"]:  # has options of its own
+        if argv[:1] == ["demo"]:  # these two have options of their own
             from .integrations import demo
 
             return demo.main(argv[1:])
+        if argv[:1] == ["calibrate"]:
+            from . import calibration
+
+            return calibration.main(argv[1:])
         args = _parser().parse_args(argv)
         return int(args.command(args))
     except BrokenPipeError:  # the reader of our output left
@@ -66,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="say what is missing on this machine")
     doctor.set_defaults(command=_doctor)
     commands.add_parser("demo", help="a language model answers through flashskip")
+    commands.add_parser("calibrate", help="measure a model on texts; thresholds for a sparsity")
     return parser
 
 
