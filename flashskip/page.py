@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashskip._checks import check_indptr, check_vector
+from flashskip._checks import check_indptr, check_pages_contents, check_vector
 from flashskip._options import check_choice, refuse
 
 
@@ -41,31 +41,43 @@ def append_paged_kv_cache(
     Raises
     ------
     ValueError, TypeError
-        Shapes, dtypes or the page table do not fit together.
+        Shapes, dtypes or the page table do not fit together; contents of the table are checked on
+        the CPU only.
     """
     check_choice("kv_layout", kv_layout, ("NHD", "HND"))
     batch_size = check_indptr("paged_kv_indptr", paged_kv_indptr)
     check_vector("paged_kv_indices", paged_kv_indices, None, device=k.device)
     check_vector("paged_kv_last_page_len", paged_kv_last_page_len, batch_size, device=k.device)
-    if batch_size == 0:
-        return
     refuse(
-        k.shape[0] % batch_size != 0 or k.shape[:2] != v.shape[:2],
+        k.shape[0] % (batch_size or k.shape[0] + 1) != 0 or k.shape[:2] != v.shape[:2],
         f"k has shape {tuple(k.shape)} and v {tuple(v.shape)} for {batch_size} requests",
         "the same multiple of batch_size in dimension 0",
         "Pass the same number of new tokens for each request",
     )
+    if batch_size == 0:
+        return
     if isinstance(paged_kv_cache, torch.Tensor):
         caches = (paged_kv_cache[:, 0], paged_kv_cache[:, 1])
     else:
         caches = paged_kv_cache
     if kv_layout == "HND":
         caches = (caches[0].transpose(1, 2), caches[1].transpose(1, 2))
+    for cache, new in zip(caches, (k, v), strict=True):
+        refuse(
+            cache.dtype != new.dtype or cache.shape[2:] != new.shape[1:],
+            f"new tokens are {new.dtype} {tuple(new.shape)} for a cache {cache.dtype} "
+            f"{tuple(cache.shape)}",
+            "the cache's dtype, heads and head_dim",
+            "Convert them, or check kv_layout",
+        )
     page_size = caches[0].shape[1]
     new_tokens = k.shape[0] // batch_size
     pages = paged_kv_indptr[1:] - paged_kv_indptr[:-1]
     kv_len = (pages - 1) * page_size + paged_kv_last_page_len
     if kv_len.device.type == "cpu":
+        check_pages_contents(
+            paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size, caches[0].shape[0]
+        )
         short = (kv_len < new_tokens) | (pages < 1)
         refuse(
             bool(short.any()),
@@ -79,11 +91,4 @@ def append_paged_kv_cache(
     page = paged_kv_indices[entry.flatten().long()].long()
     slot = (position % page_size).flatten().long()
     for cache, new in zip(caches, (k, v), strict=True):
-        refuse(
-            cache.dtype != new.dtype or cache.shape[2:] != new.shape[1:],
-            f"new tokens are {new.dtype} {tuple(new.shape)} for a cache {cache.dtype} "
-            f"{tuple(cache.shape)}",
-            "the cache's dtype, heads and head_dim",
-            "Convert them, or check kv_layout",
-        )
         cache[page, slot] = new
