@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 
 from flashskip._options import refuse
@@ -88,6 +90,17 @@ def check_indptr_contents(name: str, t: torch.Tensor) -> None:
             f"decrease. "
             "Sort the requests' offsets."
         )
+
+
+def check_reach(name: str, t: torch.Tensor, index_name: str, reach: Mapping[str, int]) -> None:
+    """Raise if CPU index tensors pointed past the rows or pages of `t`."""
+    needed = reach.get(index_name, 0)
+    refuse(
+        t.shape[0] < needed,
+        f"{name} has {t.shape[0]} in dimension 0",
+        f"at least {needed}, as far as {index_name} reaches",
+        f"Pass all of {name}, or correct {index_name} and plan again",
+    )
 
 
 def check_pages_contents(
@@ -180,16 +193,80 @@ def check_strides(name: str, t: torch.Tensor) -> None:
     )
 
 
-def check_forward_only(**tensors: torch.Tensor) -> None:
-    """Raise where a gradient would be expected: the kernels have no backward pass."""
+def check_inputs(
+    names: Sequence[str], inputs: Sequence[torch.Tensor], sinks: torch.Tensor | None
+) -> None:
+    """Raise unless these are tensors, and none where a gradient would be expected."""
+    for name, t in zip(names, inputs, strict=False):
+        if not isinstance(t, torch.Tensor) or t.dim() == 0:
+            found = "a scalar" if isinstance(t, torch.Tensor) else type(t).__name__
+            raise TypeError(f"{name} is {found}; expected a torch.Tensor with rows. Convert it.")
     if torch.is_grad_enabled():
-        for name, t in tensors.items():
+        for name, given in (*zip(names, inputs, strict=False), ("sinks", sinks)):
             refuse(
-                t.requires_grad,
+                given is not None and given.requires_grad,
                 f"{name} requires a gradient",
                 "tensors without gradient: flashskip is forward only",
                 "Call under torch.no_grad() or pass a detached tensor",
             )
+
+
+def check_lse(lse: object, shape: tuple[int, ...], device: torch.device) -> None:
+    """Raise unless `lse` is None or a tensor that a kernel can write."""
+    if lse is None:
+        return
+    if not isinstance(lse, torch.Tensor):
+        raise TypeError(f"lse is {type(lse).__name__}; expected a torch.Tensor. Pass one or None.")
+    matches = lse.shape == shape and lse.is_contiguous() and lse.device == device
+    refuse(
+        not matches or lse.dtype != torch.float32,
+        f"lse is {lse.dtype} {tuple(lse.shape)} with stride {lse.stride()} on {lse.device}",
+        f"contiguous torch.float32 {tuple(shape)} on {device}",
+        "Pass such a tensor, or return_lse=True to have it allocated",
+    )
+
+
+def check_no_self_overlap(name: str, t: torch.Tensor) -> None:
+    """Raise if elements of a tensor that is written share memory, as those of `expand` do."""
+    reach = 1
+    for stride, n in sorted((s, n) for s, n in zip(t.stride(), t.shape, strict=True) if n > 1):
+        refuse(
+            stride < reach and t.numel() > 0,
+            f"{name} has shape {tuple(t.shape)} with stride {t.stride()}",
+            "a tensor whose elements lie apart",
+            "Allocate it without expand()",
+        )
+        reach = stride * n
+
+
+def check_no_overlap(name: str, t: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    """Raise if a tensor that is written may share memory with one that is read meanwhile."""
+    refuse(
+        _may_overlap(t, other),
+        f"{name} shares memory with {other_name}",
+        "memory of its own",
+        f"Allocate {name}, or leave it out",
+    )
+
+
+def _may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors may share a byte; views of one packed buffer are told apart."""
+    if not a.numel() or not b.numel():
+        return False
+    ahead = b.data_ptr() - a.data_ptr()
+    if ahead >= _bytes(a.shape, a) or -ahead >= _bytes(b.shape, b):
+        return False
+    row = a.stride(0) * a.element_size()
+    if row <= 0 or row != b.stride(0) * b.element_size():
+        return True
+    column = ahead % row
+    return column < _bytes(a.shape[1:], a) or column + _bytes(b.shape[1:], b) > row
+
+
+def _bytes(shape: Sequence[int], t: torch.Tensor) -> int:
+    """Bytes from the first to past the last element of the trailing dimensions of `t`."""
+    strides = t.stride()[t.dim() - len(shape) :]
+    return (1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))) * t.element_size()
 
 
 def check_indices(
@@ -227,8 +304,13 @@ def check_indices(
     """
     for name, indptr in (("qo_indptr", qo_indptr), ("kv_indptr", kv_indptr)):
         if indptr is not None:
+            check_vector(name, indptr, None)
             check_indptr(name, indptr.cpu())
     table = (paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
+    names = ("paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
+    for name, t in zip(names, table, strict=True):
+        if t is not None:
+            check_vector(name, t, None)
     given = [t.cpu() for t in table if t is not None]
     refuse(
         0 < len(given) < 3 or (bool(given) and page_size is None),
@@ -238,7 +320,7 @@ def check_indices(
     )
     if given:
         assert page_size is not None
+        check_count("page_size", page_size)
         batch_size = check_indptr("paged_kv_indptr", given[0])
-        check_vector("paged_kv_indices", given[1], None)
         check_vector("paged_kv_last_page_len", given[2], batch_size)
         check_pages_contents(given[0], given[1], given[2], page_size, num_pages)

@@ -50,7 +50,13 @@ def run(
     lse_base: str,
 ) -> None:
     """Attend; eager calls do not come this way, since an op call costs 15 us."""
-    _wrappers[handle]._attend(inputs, out, lse, bound, lse_base)
+    wrapper = _wrappers.get(handle)
+    if wrapper is None:
+        raise RuntimeError(
+            "the wrapper of this compiled or exported call is gone; expected one that lives as "
+            "long as the call is used. Keep a reference to it, and compile or export again."
+        )
+    wrapper._attend(inputs, out, lse, bound, lse_base)
 
 
 @run.register_fake

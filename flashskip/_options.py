@@ -16,6 +16,7 @@ from flashskip.geometry import ORDERS
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "e4m3"}
 OVERFLOWS = ("dense", "clamp")
 CRITERIA = ("threshold", "budget", "measure")
+LIVE = ("skip_softmax_threshold", "skip_softmax_threshold_scale_factor")  # may be tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,13 +94,19 @@ class PlanOptions:
     def __post_init__(self) -> None:
         for name in ("q_data_type", "kv_data_type", "o_data_type"):
             self._check_dtype(name)
+        for name in ("causal", "collect_stats", "collect_bound"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(
+                    f"{name} is {getattr(self, name)!r}; expected True or False. Pass a bool."
+                )
         self._check_number("sm_scale", above=0.0)
         self._check_number("logits_soft_cap", least=0.0)
         self._check_number("length_exponent", least=0.0)
         self._check_number("skip_softmax_threshold", least=0.0, most=1.0)
         self._check_number("skip_softmax_threshold_scale_factor", least=0.0)
         self._check_number("skip_budget", above=0.0, most=1.0)
-        if not isinstance(self.window_left, int) or self.window_left < -1:
+        is_count = isinstance(self.window_left, int) and not isinstance(self.window_left, bool)
+        if not is_count or self.window_left < -1:
             raise ValueError(
                 f"window_left is {self.window_left!r}; expected -1 (unlimited) or a number of "
                 f"keys >= 0."
@@ -156,6 +163,12 @@ class PlanOptions:
                 f"{name} is {value!r}; expected a torch.dtype such as torch.bfloat16. Pass the "
                 f"dtype itself."
             )
+        refuse(
+            not value.is_floating_point,
+            f"{name} is {value}",
+            "a floating dtype such as torch.bfloat16",
+            "Convert the tensors",
+        )
 
     def _check_number(
         self,
@@ -166,7 +179,7 @@ class PlanOptions:
         most: float = math.inf,
     ) -> None:
         value = getattr(self, name)
-        if value is None or isinstance(value, torch.Tensor):
+        if value is None or (isinstance(value, torch.Tensor) and name in LIVE):
             return
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise TypeError(f"{name} is {value!r}; expected a number. Pass a Python float.")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from flashskip._checks import check_vector
 from flashskip._jit.kernel import Kernel
 from flashskip._options import DTYPE_NAMES, PlanOptions, refuse
 from flashskip.errors import UnsupportedDevice, UnsupportedVariant
@@ -39,10 +41,13 @@ class Plan:
     num_qo_heads: int
     num_kv_heads: int
     indices: dict[str, torch.Tensor]  # as given: the CPU path reads them live
+    page_size: int = 0  # decode only, as the next
+    q_len_per_req: int = 1
     kernel: Kernel | None = None  # None on a machine without a GPU
     grid: int = 0
     params: Any = None  # one record of the variant's parameter table
     params_address: int = 0
+    reach: dict[str, int] = field(default_factory=dict)  # rows, pages that CPU indices point at
     bound_to: dict[str, object] = field(default_factory=dict)  # tensor name -> signature in params
 
 
@@ -72,6 +77,53 @@ def require_kernel(variant: Variant, device: torch.device) -> None:
         raise UnsupportedVariant(
             f"{argument} asks for {name}={getattr(variant, name)} in {variant.op}, which no "
             f"kernel for {variant.arch} has; supported: {choices}. CPU tensors run the reference."
+        )
+
+
+def check_live_tensors(plan: Plan) -> None:
+    """Check the option tensors, which kernels read by address."""
+    options, device = plan.options, plan.device
+    vectors = (
+        ("skip_softmax_threshold", options.skip_softmax_threshold, plan.batch_size),
+        (
+            "skip_softmax_threshold_scale_factor",
+            options.skip_softmax_threshold_scale_factor,
+            plan.batch_size,
+        ),
+        ("sinks", options.sinks, plan.num_qo_heads),
+    )
+    for name, t, length in vectors:
+        if t is not None and not isinstance(t, (int, float)):
+            check_vector(name, t, length, dtype=torch.float32, device=device)
+    if options.threshold_kv_len is not None:
+        check_vector("threshold_kv_len", options.threshold_kv_len, plan.batch_size, device=device)
+
+
+def warn_of_overflow(options: PlanOptions, kv_len: torch.Tensor) -> None:
+    """Say once that a factor leaves short requests dense; `kv_len` is on the CPU."""
+    factor, lengths = options.skip_softmax_threshold_scale_factor, options.threshold_kv_len
+    if lengths is None:
+        lengths = kv_len
+    if not isinstance(factor, (int, float)) or options.overflow != "dense":
+        return
+    if lengths.device.type == "cpu":
+        divisors = lengths.clamp(min=1).double() ** options.length_exponent
+        short = kv_len[(divisors <= factor) & (kv_len > 0)]
+        if short.numel():
+            _warn_of_overflow(factor, int(short[0]))
+
+
+_warned: set[str] = set()
+
+
+def _warn_of_overflow(factor: float, kv_len: int) -> None:
+    if "overflow" not in _warned:
+        _warned.add("overflow")
+        logging.getLogger("flashskip").warning(
+            "skip_softmax_threshold_scale_factor %g gives a threshold of 1 or more for a request "
+            "of %d keys: such requests run dense (overflow='dense'). Not said again.",
+            factor,
+            kv_len,
         )
 
 

@@ -8,9 +8,15 @@ from collections.abc import Sequence
 import torch
 
 from flashskip import _cpu, _kernels, _op
-from flashskip._checks import check_forward_only, check_tensor, check_vector
+from flashskip._checks import (
+    check_inputs,
+    check_lse,
+    check_no_overlap,
+    check_no_self_overlap,
+    check_tensor,
+)
 from flashskip._options import check_choice, refuse
-from flashskip._plan import Plan, require_kernel
+from flashskip._plan import Plan, check_live_tensors, require_kernel
 from flashskip.errors import UnsupportedVariant
 from flashskip.geometry import Geometry
 from flashskip.variant import Variant
@@ -20,6 +26,8 @@ LSE_SCALES = {"log2": 1.0, "e": math.log(2.0)}
 
 class BatchWrapper:
     """Base of the wrappers: see `BatchPrefillWrapper` and `BatchDecodeWrapper`."""
+
+    _input_names: tuple[str, ...]  # of the tensors that `_run` is given, for messages
 
     def __init__(
         self, float_workspace_buffer: torch.Tensor | None = None, kv_layout: str = "NHD"
@@ -38,6 +46,12 @@ class BatchWrapper:
         self._buffers: dict[str, torch.Tensor] = {}
         self._captured = False
         self._handle = _op.register(self)
+
+    def __reduce_ex__(self, protocol: object) -> str:
+        raise TypeError(
+            f"{type(self).__name__} is copied or pickled, but holds addresses of this process's "
+            "memory; expected a wrapper of one's own. Make a new one and plan it."
+        )
 
     # -- what a caller may look at
 
@@ -102,26 +116,35 @@ class BatchWrapper:
         return self._plan
 
     def _adopt(self, plan: Plan, stats_heads: int) -> None:
-        """Load the kernel and fill what does not change between runs."""
+        """Load the kernel and fill the launch record; a plan that is refused is not adopted."""
         options = plan.options
-        self._check_live_tensors(plan)
-        if options.collect_stats:
-            self._keep("stats", (plan.batch_size, stats_heads, 2), torch.int64, plan.device)
+        check_live_tensors(plan)
+        if plan.device.type == "cpu" and options.skip_criterion != "threshold":
+            raise UnsupportedVariant(
+                f"skip_criterion is {options.skip_criterion!r} on the CPU; supported: "
+                f"'threshold'. "
+                "Pass a threshold or a scale factor."
+            )
+        if plan.device.type == "cuda":
+            require_kernel(plan.variant, plan.device)
+            plan.kernel = _kernels.kernel_for(plan.variant)
+            plan.kernel.prepare(plan.device.index)
+            plan.grid = torch.cuda.get_device_properties(plan.device).multi_processor_count
+            plan.params = _kernels.params_for(plan.variant).new()
+            plan.params_address = plan.params.ctypes.data
         self._plan = plan
-        if plan.device.type == "cpu":
-            if options.skip_criterion != "threshold":
-                raise UnsupportedVariant(
-                    f"skip_criterion is {options.skip_criterion!r} on the CPU; supported: "
-                    f"'threshold'. "
-                    "Pass a threshold or a scale factor."
-                )
-            return
-        require_kernel(plan.variant, plan.device)
-        plan.kernel = _kernels.kernel_for(plan.variant)
-        plan.kernel.prepare(plan.device.index)
-        plan.grid = torch.cuda.get_device_properties(plan.device).multi_processor_count
-        plan.params = _kernels.params_for(plan.variant).new()
-        plan.params_address = plan.params.ctypes.data
+        try:
+            if options.collect_stats:
+                self._keep("stats", (plan.batch_size, stats_heads, 2), torch.int64, plan.device)
+            if plan.kernel is not None:
+                self._fill(plan)
+        except BaseException:
+            self._plan = None  # its buffers are in use already, but half a plan is never launched
+            raise
+
+    def _fill(self, plan: Plan) -> None:
+        """Write into the launch record what does not change between runs."""
+        options = plan.options
         self._fill_threshold(plan)
         self._set(
             batch_size=plan.batch_size,
@@ -130,29 +153,6 @@ class BatchWrapper:
             sm_scale_log2=options.scale(plan.variant.head_dim_qk) * math.log2(math.e),
             stats=self._buffers["stats"].data_ptr() if options.collect_stats else 0,
         )
-
-    def _check_live_tensors(self, plan: Plan) -> None:
-        """Check the option tensors, which kernels read by address."""
-        options, device = plan.options, plan.device
-        threshold_name = "skip_softmax_threshold" + (
-            "_scale_factor" if options.threshold_is_factor else ""
-        )
-        if isinstance(options.threshold, torch.Tensor):
-            check_vector(
-                threshold_name,
-                options.threshold,
-                plan.batch_size,
-                dtype=torch.float32,
-                device=device,
-            )
-        if options.threshold_kv_len is not None:
-            check_vector(
-                "threshold_kv_len", options.threshold_kv_len, plan.batch_size, device=device
-            )
-        if options.sinks is not None:
-            check_vector(
-                "sinks", options.sinks, plan.num_qo_heads, dtype=torch.float32, device=device
-            )
 
     def _fill_threshold(self, plan: Plan) -> None:
         options, threshold = plan.options, plan.options.threshold
@@ -179,7 +179,8 @@ class BatchWrapper:
         """Return a zeroed buffer whose address outlives plans, for graphs that hold it."""
         elements = math.prod(shape)
         storage = self._buffers.get(f"{name}.storage")
-        if storage is None or storage.numel() < elements or storage.device != device:
+        kind = (dtype, device)
+        if storage is None or storage.numel() < elements or (storage.dtype, storage.device) != kind:
             refuse(
                 self._captured,
                 f"the plan needs {elements} elements for {name} after a run was captured in a "
@@ -188,7 +189,8 @@ class BatchWrapper:
                 f"old buffer",
                 "Make the first plan with the largest batch, or use a new wrapper",
             )
-            storage = torch.zeros(max(elements, 1), dtype=dtype, device=device)
+            with torch.inference_mode(False):  # or no code outside of it could reset the buffer
+                storage = torch.zeros(max(elements, 1), dtype=dtype, device=device)
             self._buffers[f"{name}.storage"] = storage
         else:
             storage.zero_()
@@ -200,7 +202,8 @@ class BatchWrapper:
         if t.device == device:
             return t
         buffer = self._keep(name, tuple(t.shape), t.dtype, device)
-        buffer.copy_(t, non_blocking=True)
+        # A copy from pinned memory would still read the caller's tensor after plan() has returned.
+        buffer.copy_(t.clone() if t.is_pinned() else t, non_blocking=True)
         return buffer
 
     # -- run
@@ -214,7 +217,9 @@ class BatchWrapper:
         lse_base: str,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Allocate what was not passed and attend; under torch.compile through a custom op."""
-        plan, q = self._planned(), inputs[0]
+        plan = self._planned()
+        check_inputs(self._input_names, inputs, plan.options.sinks)
+        q = inputs[0]
         shape = (q.shape[0], plan.num_qo_heads, plan.variant.head_dim_vo)
         if out is None:
             out = torch.empty(shape, dtype=plan.options.o_dtype, device=q.device)
@@ -223,7 +228,8 @@ class BatchWrapper:
         bound = None
         if plan.options.collect_bound:
             bound = torch.empty(shape[:2], dtype=torch.float32, device=q.device)
-        if torch.compiler.is_compiling():
+        # Tensor subclasses include those that stand for a tensor while something traces.
+        if torch.compiler.is_compiling() or type(q) is not torch.Tensor or q.is_meta:
             torch.ops.flashskip.run(self._handle, inputs, out, lse, bound, lse_base)
         else:
             self._attend(inputs, out, lse, bound, lse_base)
@@ -241,42 +247,48 @@ class BatchWrapper:
         """Check the tensors and compute, on the device where q is."""
         plan = self._planned()
         check_choice("lse_base", lse_base, tuple(LSE_SCALES))
-        check_forward_only(**dict(zip(("q", "k", "v"), inputs, strict=False)))
-        shape = (inputs[0].shape[0], plan.num_qo_heads, plan.variant.head_dim_vo)
-        if inputs[0].device.type == "cpu":
-            check_tensor("out", out, shape, plan.options.o_dtype, inputs[0].device)
-            self._check_lse(lse, shape, inputs[0].device)
+        refuse(
+            inputs[0].device != plan.device,
+            f"q is on {inputs[0].device}",
+            f"{plan.device}, where the plan runs",
+            "Move it, or make the wrapper with a workspace where q is and plan again",
+        )
+        check_lse(lse, (inputs[0].shape[0], plan.num_qo_heads), plan.device)
+        if plan.device.type == "cpu":
+            self._check_out(out, inputs)
             self._attend_on_cpu(inputs, out, lse, bound, LSE_SCALES[lse_base])
             return
-        if self._is_new("out", out):
-            check_tensor("out", out, shape, plan.options.o_dtype, plan.device)
+        inputs_are_new = self._bind(inputs)
+        if self._is_new("out", out) or inputs_are_new:
+            plan.bound_to.pop("out", None)
+            self._check_out(out, inputs)
             self._set(o=out.data_ptr(), o_stride_token=out.stride(0), o_stride_head=out.stride(1))
-        self._check_lse(lse, shape, plan.device)
+            self._remember("out", out)
         self._set(lse=0 if lse is None else lse.data_ptr(), lse_scale=LSE_SCALES[lse_base])
-        self._bind(inputs)
         self._launch()
 
-    def _check_lse(
-        self, lse: torch.Tensor | None, shape: tuple[int, ...], device: torch.device
-    ) -> None:
-        if lse is None:
-            return
-        matches = lse.shape == shape[:2] and lse.is_contiguous() and lse.device == device
-        refuse(
-            not matches or lse.dtype != torch.float32,
-            f"lse is {lse.dtype} {tuple(lse.shape)} with stride {lse.stride()} on {lse.device}",
-            f"contiguous torch.float32 {shape[:2]} on {device}",
-            "Pass such a tensor, or return_lse=True to have it allocated",
-        )
+    def _check_out(self, out: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
+        plan = self._planned()
+        shape = (inputs[0].shape[0], plan.num_qo_heads, plan.variant.head_dim_vo)
+        check_tensor("out", out, shape, plan.options.o_dtype, plan.device)
+        check_no_self_overlap("out", out)
+        for name, t in zip(self._input_names, inputs, strict=False):
+            check_no_overlap("out", out, name, t)
 
     def _is_new(self, name: str, t: torch.Tensor) -> bool:
-        """Whether the launch record does not yet hold this very tensor; remembers it."""
+        """Whether the launch record does not hold this very tensor; what it held is forgotten.
+
+        So a tensor that is refused, or a record half rewritten, never passes for checked.
+        """
         bound_to = self._planned().bound_to
-        signature = (t.data_ptr(), t.shape, t.stride(), t.dtype)
-        if bound_to.get(name) == signature:
+        if bound_to.get(name) == _signature(t):
             return False
-        bound_to[name] = signature
+        bound_to.pop(name, None)
         return True
+
+    def _remember(self, name: str, t: torch.Tensor) -> None:
+        """Note that the launch record holds this tensor, which passed all checks."""
+        self._planned().bound_to[name] = _signature(t)
 
     def _launch(self) -> None:
         plan = self._planned()
@@ -290,8 +302,8 @@ class BatchWrapper:
             with torch.cuda.device(device):
                 plan.kernel.launch(plan.grid, plan.params_address, stream)
 
-    def _bind(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Check the inputs and write them into the launch record, where they are new."""
+    def _bind(self, inputs: Sequence[torch.Tensor]) -> bool:
+        """Check inputs that are new and write them into the launch record; whether any was."""
         raise NotImplementedError
 
     def _attend_on_cpu(
@@ -303,15 +315,16 @@ class BatchWrapper:
         lse_scale: float,
     ) -> None:
         """Run the reference on CPU tensors; rows past the last request are not written."""
-        ragged = self._as_ragged(inputs, self._cpu_indices())
-        result = _cpu.attend(self._planned(), *ragged)
+        plan = self._planned()
+        ragged = self._as_ragged(inputs, list(plan.indices.values()))
+        result = _cpu.attend(plan, *ragged)
         rows = int(ragged[3][-1])
         out[:rows] = result.out[:rows].to(out.dtype)
         if lse is not None:
             lse[:rows] = result.lse[:rows] * lse_scale
         if bound is not None:
             bound[:rows] = result.bound[:rows]
-        if self._planned().options.collect_stats:
+        if plan.options.collect_stats:
             self._buffers["stats"] += result.counts
 
     def _as_ragged(
@@ -320,13 +333,7 @@ class BatchWrapper:
         """Check CPU inputs and return q, k, v, qo_indptr, kv_indptr."""
         raise NotImplementedError
 
-    def _cpu_indices(self) -> list[torch.Tensor]:
-        """Return the plan's index tensors, read live."""
-        indices = list(self._planned().indices.values())
-        refuse(
-            any(t.device.type != "cpu" for t in indices),
-            "q is on cpu and the plan's index tensors on a GPU",
-            "all on one device",
-            "Move the inputs to the GPU",
-        )
-        return indices
+
+def _signature(t: torch.Tensor) -> tuple[object, ...]:
+    """Return what a launch record depends on of a tensor."""
+    return t.data_ptr(), t.shape, t.stride(), t.dtype, t.device

@@ -12,12 +12,14 @@ from flashskip._checks import (
     check_count,
     check_heads,
     check_indptr,
+    check_indptr_contents,
     check_pages_contents,
+    check_reach,
     check_tensor,
     check_vector,
 )
 from flashskip._options import PlanOptions, refuse, takes_plan_options
-from flashskip._plan import Plan, dtype_name, target_device
+from flashskip._plan import Plan, dtype_name, target_device, warn_of_overflow
 from flashskip._wrapper import BatchWrapper
 from flashskip.geometry import Geometry
 from flashskip.variant import Variant
@@ -56,6 +58,8 @@ class BatchDecodeWrapper(BatchWrapper):
     >>> wrapper.run(q, cache).shape
     torch.Size([2, 8, 64])
     """
+
+    _input_names = ("q", "paged_kv_cache", "paged_kv_cache[1]")
 
     @takes_plan_options
     def plan(
@@ -118,11 +122,13 @@ class BatchDecodeWrapper(BatchWrapper):
         batch_size = check_indptr("indptr", indptr)
         check_vector("indices", indices, None, device=indptr.device)
         check_vector("last_page_len", last_page_len, batch_size, device=indptr.device)
+        reach = {}
         if indptr.device.type == "cpu":
             check_pages_contents(indptr, indices, last_page_len, page_size)
-        self._page_size, self._q_len_per_req = page_size, q_len_per_req
+            reach["indices"] = 1 + max(indices[: int(indptr[-1])].tolist(), default=-1)
         tensors = {"indptr": indptr, "indices": indices, "last_page_len": last_page_len}
         device = target_device(self._workspace, tensors)
+        self._page_size, self._q_len_per_req = page_size, q_len_per_req
         plan = Plan(
             options=checked,
             variant=self._variant(checked, head_dim, group_size),
@@ -132,10 +138,14 @@ class BatchDecodeWrapper(BatchWrapper):
             num_qo_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,
             indices=tensors,
+            page_size=page_size,
+            q_len_per_req=q_len_per_req,
+            reach=reach,
         )
         self._adopt(plan, stats_heads=num_kv_heads)
-        if plan.kernel is not None:
-            self._fill_plan(plan, tensors)
+        if indptr.device.type == "cpu":
+            full = (indptr.diff() - 1).clamp(min=0) * page_size
+            warn_of_overflow(checked, (full + last_page_len).where(indptr.diff() > 0, 0))
 
     def run(
         self,
@@ -192,10 +202,13 @@ class BatchDecodeWrapper(BatchWrapper):
                 f"{name} with an FP8 cache only",
                 f"Drop {name}",
             )
-        pair = (
-            [paged_kv_cache] if isinstance(paged_kv_cache, torch.Tensor) else list(paged_kv_cache)
-        )
-        return self._run([q, *pair], out, lse, return_lse, lse_base)
+        cache = (paged_kv_cache,) if isinstance(paged_kv_cache, torch.Tensor) else paged_kv_cache
+        if not isinstance(cache, (tuple, list)):
+            raise TypeError(
+                f"paged_kv_cache is {type(cache).__name__}; expected one 5-D tensor or a pair "
+                "(k, v). Pass one of these."
+            )
+        return self._run([q, *cache], out, lse, return_lse, lse_base)
 
     def _variant(self, options: PlanOptions, head_dim: int, group_size: int) -> Variant:
         return Variant(
@@ -218,16 +231,19 @@ class BatchDecodeWrapper(BatchWrapper):
             bound=options.collect_bound,
         )
 
-    def _fill_plan(self, plan: Plan, tensors: dict[str, torch.Tensor]) -> None:
-        device = plan.device
-        counters = _kernels.merge_counters(plan.variant, plan.grid)
-        counter = self._keep("merge_counter", (counters,), torch.int32, device)
+    def _fill(self, plan: Plan) -> None:
+        super()._fill(plan)
+        options, tensors, device = plan.options, plan.indices, plan.device
+        counter = self._keep("merge_counter", (plan.grid,), torch.int32, device)
         self._set(
             merge_counter=counter.data_ptr(),
             partial=self._scratch(device).data_ptr(),
-            page_size=self._page_size,
-            q_len_per_req=self._q_len_per_req,
+            page_size=plan.page_size,
+            q_len_per_req=plan.q_len_per_req,
             num_indices=tensors["indices"].shape[0],
+            window_left=options.window_left,
+            soft_cap=(options.logits_soft_cap or 0.0) / options.scale(plan.variant.head_dim_qk),
+            sinks=0 if options.sinks is None else options.sinks.data_ptr(),
             **{n: self._on_device(n, t, device).data_ptr() for n, t in tensors.items()},
         )
 
@@ -250,7 +266,7 @@ class BatchDecodeWrapper(BatchWrapper):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of the cache as ``[pages, page_size, num_kv_heads, head_dim]`` views, checked."""
         plan = self._planned()
-        middle = (self._page_size, plan.num_kv_heads)
+        middle = (plan.page_size, plan.num_kv_heads)
         if self._kv_layout == "HND":
             middle = middle[::-1]
         dims = (*middle, plan.variant.head_dim_qk)
@@ -272,19 +288,22 @@ class BatchDecodeWrapper(BatchWrapper):
 
     def _check_q(self, q: torch.Tensor, device: torch.device) -> None:
         plan = self._planned()
-        rows = plan.batch_size * self._q_len_per_req
+        rows = plan.batch_size * plan.q_len_per_req
         shape = (rows, plan.num_qo_heads, plan.variant.head_dim_qk)
         check_tensor("q", q, shape, plan.options.q_data_type, device)
 
-    def _bind(self, inputs: Sequence[torch.Tensor]) -> None:
+    def _bind(self, inputs: Sequence[torch.Tensor]) -> bool:
         plan, q = self._planned(), inputs[0]
-        if self._is_new("q", q):
+        q_is_new = self._is_new("q", q)
+        if q_is_new:
             self._check_q(q, plan.device)
             self._set(q=q.data_ptr(), q_stride_token=q.stride(0), q_stride_head=q.stride(1))
+            self._remember("q", q)
         new = [self._is_new(f"cache{i}", t) for i, t in enumerate(inputs[1:])]
         if not any(new):
-            return
+            return q_is_new
         k, v = self._cache_views(inputs[1:], plan.device)
+        check_reach("paged_kv_cache", k, "indices", plan.reach)
         self._set(num_pages=k.shape[0])
         if k.shape[0] == 0:  # legal: there is nothing to read, but maps and pointers need a page
             page = self._keep("empty_page", (1, *k.shape[1:]), k.dtype, plan.device)
@@ -297,17 +316,22 @@ class BatchDecodeWrapper(BatchWrapper):
             )
         if plan.variant.kv_path == "paged_tma":
             self._set(**_maps.decode_maps(plan.variant, k, v))
+        for i, t in enumerate(inputs[1:]):
+            self._remember(f"cache{i}", t)
+        return True
 
     def _as_ragged(
         self, inputs: Sequence[torch.Tensor], indices: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        plan = self._planned()
         indptr, page_ids, last_page_len = indices
         q = inputs[0]
         self._check_q(q, q.device)
         k_pages, v_pages = self._cache_views(inputs[1:], q.device)
-        check_pages_contents(indptr, page_ids, last_page_len, self._page_size, k_pages.shape[0])
+        check_indptr_contents("indptr", indptr)  # what was written into them since plan()
+        check_pages_contents(indptr, page_ids, last_page_len, plan.page_size, k_pages.shape[0])
         k, v, kv_indptr = reference.gather_pages(
             (k_pages, v_pages), indptr, page_ids, last_page_len, "NHD"
         )
-        qo_indptr = torch.arange(len(indptr), dtype=torch.int32) * self._q_len_per_req
+        qo_indptr = torch.arange(len(indptr), dtype=torch.int32, device="cpu") * plan.q_len_per_req
         return q, k, v, qo_indptr, kv_indptr

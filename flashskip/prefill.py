@@ -8,9 +8,16 @@ from typing import Any
 import torch
 
 from flashskip import _kernels, _maps
-from flashskip._checks import check_count, check_heads, check_indptr, check_tensor
+from flashskip._checks import (
+    check_count,
+    check_heads,
+    check_indptr,
+    check_indptr_contents,
+    check_reach,
+    check_tensor,
+)
 from flashskip._options import PlanOptions, takes_plan_options
-from flashskip._plan import Plan, dtype_name, target_device
+from flashskip._plan import Plan, dtype_name, target_device, warn_of_overflow
 from flashskip._wrapper import BatchWrapper
 from flashskip.errors import UnsupportedVariant
 from flashskip.variant import Variant
@@ -42,6 +49,8 @@ class BatchPrefillWrapper(BatchWrapper):
     >>> wrapper.run(q, k, v).shape
     torch.Size([300, 8, 64])
     """
+
+    _input_names = ("q", "k", "v")
 
     @takes_plan_options
     def plan(
@@ -97,14 +106,11 @@ class BatchPrefillWrapper(BatchWrapper):
             num_qo_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,
             indices=indices,
+            reach={n: int(t[-1]) for n, t in indices.items() if t.device.type == "cpu"},
         )
         self._adopt(plan, stats_heads=num_qo_heads)
-        if plan.kernel is not None:
-            counter = self._keep("work_counter", (2,), torch.int32, device)
-            self._set(
-                work_counter=counter.data_ptr(),
-                **{n: self._on_device(n, t, device).data_ptr() for n, t in indices.items()},
-            )
+        if kv_indptr.device.type == "cpu":
+            warn_of_overflow(checked, kv_indptr.diff())
 
     def plan_paged(self, *args: object, **options: object) -> None:
         """Prepare runs on a paged cache: not available yet.
@@ -186,6 +192,18 @@ class BatchPrefillWrapper(BatchWrapper):
             bound=options.collect_bound,
         )
 
+    def _fill(self, plan: Plan) -> None:
+        super()._fill(plan)
+        options, device = plan.options, plan.device
+        counter = self._keep("work_counter", (2,), torch.int32, device)
+        self._set(
+            work_counter=counter.data_ptr(),
+            window_left=options.window_left,
+            soft_cap=(options.logits_soft_cap or 0.0) / options.scale(plan.variant.head_dim_qk),
+            sinks=0 if options.sinks is None else options.sinks.data_ptr(),
+            **{n: self._on_device(n, t, device).data_ptr() for n, t in plan.indices.items()},
+        )
+
     def _check_inputs(self, inputs: Sequence[torch.Tensor], device: torch.device) -> None:
         plan, v = self._planned(), self._planned().variant
         q, k, values = inputs
@@ -195,20 +213,28 @@ class BatchPrefillWrapper(BatchWrapper):
         check_tensor(
             "v", values, (k.shape[0], plan.num_kv_heads, v.head_dim_vo), options.kv_dtype, device
         )
+        check_reach("q", q, "qo_indptr", plan.reach)
+        check_reach("k", k, "kv_indptr", plan.reach)
 
-    def _bind(self, inputs: Sequence[torch.Tensor]) -> None:
+    def _bind(self, inputs: Sequence[torch.Tensor]) -> bool:
         plan = self._planned()
         new = [self._is_new(name, t) for name, t in zip("qkv", inputs, strict=True)]
         if not any(new):
-            return
+            return False
         self._check_inputs(inputs, plan.device)
         q, k, v = inputs
         maps = _maps.prefill_maps(plan.variant, q, k, v)
         self._set(nnz_qo=q.shape[0], nnz_kv=k.shape[0], **maps)
+        for name, t in zip("qkv", inputs, strict=True):
+            self._remember(name, t)
+        return True
 
     def _as_ragged(
         self, inputs: Sequence[torch.Tensor], indices: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        for name, t in self._planned().indices.items():  # what was written into them since plan()
+            check_indptr_contents(name, t)
+            self._planned().reach[name] = int(t[-1])
         self._check_inputs(inputs, inputs[0].device)
         (q, k, v), (qo_indptr, kv_indptr) = inputs, indices
         return q, k, v, qo_indptr, kv_indptr
