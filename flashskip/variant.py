@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 from flashskip.geometry import ORDERS
 
-# What a compiled kernel can be, field by field. `None` marks a choice that the operation does not
-# have.
+# What a compiled kernel can be, field by field; None: a choice that the operation does not have.
 DOMAINS: dict[str, dict[str, tuple[object, ...]]] = {
     "prefill": {
         "q_dtype": ("bf16", "fp16"),
@@ -58,9 +59,8 @@ DOMAINS: dict[str, dict[str, tuple[object, ...]]] = {
 class Variant:
     """One compiled kernel, completely described.
 
-    Nothing else reaches a template, so two equal Variants are the same kernel and a field that
-    changes
-    no rendered text is a defect.
+    Nothing else reaches a template, so two equal Variants are the same kernel, and a field that
+    changes no rendered text is a defect.
     """
 
     op: str  # "prefill" or "decode"
@@ -178,10 +178,18 @@ def _by_symbol() -> dict[str, Variant]:
     return {v.symbol: v for v in every()}
 
 
-def _pairs(v: Variant) -> frozenset[tuple[object, ...]]:
-    """All pairs of (field, value) of one Variant, the operation included in each."""
-    items = [(f.name, getattr(v, f.name)) for f in dataclasses.fields(v) if f.name != "op"]
-    return frozenset((v.op, a, b) for a, b in itertools.combinations(items, 2))
+def _pair_masks(variants: Sequence[Variant]) -> dict[Variant, int]:
+    """All pairs of (field, value) of each Variant as the bits of one number."""
+    bits: dict[object, int] = {}
+    names = [f.name for f in dataclasses.fields(Variant) if f.name != "op"]
+    masks = {}
+    for v in variants:
+        items = [(v.op, name, getattr(v, name)) for name in names]
+        mask = 0
+        for pair in itertools.combinations(items, 2):
+            mask |= 1 << bits.setdefault(pair, len(bits))
+        masks[v] = mask
+    return masks
 
 
 @cache
@@ -189,14 +197,13 @@ def matrix() -> tuple[Variant, ...]:
     """Return a finite list with every value and every possible pair of values of the fields.
 
     CI compiles it, `flashskip warmup --arch` builds it, and the GPU tests run it. It is chosen
-    greedily
-    from `every()`, so it only changes when a domain does.
+    greedily from `every()`, so it only changes when a domain does.
     """
     chosen: list[Variant] = []
-    rest = {v: _pairs(v) for v in every()}
-    wanted = set().union(*rest.values())
+    rest = _pair_masks(every())
+    wanted = functools.reduce(operator.or_, rest.values())
     while wanted:
-        best = max(rest, key=lambda v: len(rest[v] & wanted))  # the first of equals: deterministic
+        best = max(rest, key=lambda v: (rest[v] & wanted).bit_count())  # the first of equals
         chosen.append(best)
-        wanted -= rest.pop(best)
+        wanted &= ~rest.pop(best)
     return tuple(sorted(chosen, key=lambda v: v.symbol))
