@@ -38,23 +38,30 @@ FS_DEVICE void mask_keys_by_column(float (&s)[N], Bounds bounds) {
   }
 }
 
-// Column maxima over the warp's 16 keys; all lanes of a column agree. NaN wins.
-template <int N>
-FS_DEVICE void maximum_in_warp(const float (&s)[N], float (&t)[N / 2]) {
+// Column maxima of several tiles over the warp's 16 keys; all lanes of a column agree. NaN wins.
+template <int TILES, int N>
+FS_DEVICE void maximum_in_warp(const float (&s)[TILES][N], float (&t)[TILES][N / 2]) {
 #pragma unroll
-  for (int c = 0; c < N / 2; c++) t[c] = max_nan(s[score_of(c, 0)], s[score_of(c, 1)]);
+  for (int i = 0; i < TILES; i++)
 #pragma unroll
-  for (int x = 4; x < 32; x *= 2)
+    for (int c = 0; c < N / 2; c++) t[i][c] = max_nan(s[i][score_of(c, 0)], s[i][score_of(c, 1)]);
 #pragma unroll
-    for (int c = 0; c < N / 2; c++) t[c] = max_nan(t[c], __shfl_xor_sync(~0u, t[c], x));
+  for (int x = 4; x < 32; x *= 2)  // the tiles' shuffles overlap
+#pragma unroll
+    for (int i = 0; i < TILES; i++)
+#pragma unroll
+      for (int c = 0; c < N / 2; c++) t[i][c] = max_nan(t[i][c], __shfl_xor_sync(~0u, t[i][c], x));
 }
 
-// `exchange` [column][warp]: each warp writes its value of every column; after a barrier all read all four.
-template <int C>
-FS_DEVICE void write_exchange(uint32_t exchange, const float (&value)[C]) {
+// `exchange` [tile][column][warp]: each warp writes its value of every column; after a barrier all read all four.
+template <int TILES, int C>
+FS_DEVICE void write_exchange(uint32_t exchange, const float (&value)[TILES][C]) {
   if (threadIdx.x % 32 >= 4) return;
+  const uint32_t own = exchange + column_of(0) * 16 + threadIdx.x % 128 / 32 * 4;
 #pragma unroll
-  for (int c = 0; c < C; c++) st_shared(exchange + column_of(c) * 16 + threadIdx.x % 128 / 32 * 4, value[c]);
+  for (int i = 0; i < TILES; i++)
+#pragma unroll
+    for (int c = 0; c < C; c++) st_shared(own + i * C * 64 + c / 2 * 128 + c % 2 * 16, value[i][c]);
 }
 
 FS_DEVICE float maximum_of_warps(uint32_t exchange, int c) {

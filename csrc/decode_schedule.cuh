@@ -180,3 +180,26 @@ struct VisitOrder {
 
   FS_DEVICE bool is_seed(int tile) const { return tile == 0 || tile == tiles.last; }
 };
+
+constexpr int NO_TILE = 0x1ffffff;  // beyond the longest request
+
+// Tiles that are scored together. Group 0 holds the first and the last tile, as far as they are visited, so that
+// seeds come before any decision, and groups are the same with and without them. Group -1 is the tile scored ahead.
+template <int GROUP>
+struct TileGroup {
+  int tile[GROUP];
+  int count;  // at least 1; the rest is NO_TILE, of which all keys are hidden
+
+  FS_DEVICE TileGroup(const VisitOrder& order, int group) {
+    if (group > 0) {
+      const int inner = GROUP * (group - 1);
+      count = min(order.count - order.num_ends() - inner, GROUP);
+#pragma unroll
+      for (int i = 0; i < GROUP; i++) tile[i] = i < count ? order.inner_begin + inner + i : NO_TILE;
+    } else {
+      count = group < 0 ? 1 : order.num_ends();
+#pragma unroll
+      for (int i = 0; i < GROUP; i++) tile[i] = i < count ? order.tile(group + i) : NO_TILE;
+    }
+  }
+};

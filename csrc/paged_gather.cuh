@@ -71,28 +71,35 @@ struct TileLoader {
   const CacheView cache;
   const uint64_t policy;
   const PageSize page_size;
+  int sub;                // this lane's row among those copied at once
+  uint32_t piece_offset;  // of its piece in a row, bytes
+  uint32_t to, swizzled;  // where its first piece goes in a tile: row and chunk, and the unit in the row
 
   template <class Params>
   FS_DEVICE TileLoader(const Params& p, const TensorMap*, const CacheView& cache)
-      : cache(cache), policy(createpolicy_evict_first()), page_size(p.page_size) {}
+      : cache(cache), policy(createpolicy_evict_first()), page_size(p.page_size) {
+    const int lane = threadIdx.x % 32, piece = lane % PIECES;
+    sub = lane / PIECES;
+    piece_offset = piece * 16;
+    to = (piece / 8 * DECODE_TILE_KV + row_of_lane() - lane + sub) * CHUNK_ROW_BYTES;
+    swizzled = (piece ^ sub) % 8 * 16;
+  }
 
   // Copies this warp's rows of one tile. `page` is that of this lane's row.
   FS_DEVICE void load(uint32_t dst, uint32_t barrier, int tile, int kv_head, int page) const {
-    const int lane = threadIdx.x % 32, piece = lane % PIECES, first_row = row_of_lane() - lane;
     const uint32_t token = page_size.place(tile * DECODE_TILE_KV + row_of_lane()).token;
+    const uint32_t valid = __ballot_sync(~0u, page != NO_PAGE);
     const int64_t offset = page * cache.stride_page + token * cache.stride_token + kv_head * cache.stride_head;
-    const int64_t mine = page == NO_PAGE ? -1 : offset;
+    const uint64_t mine = reinterpret_cast<uint64_t>(cache.base) + (page == NO_PAGE ? 0 : 2 * offset);
 #pragma unroll 4
-    for (int i = 0; i < 32 / ROWS_AT_ONCE; i++) {
-      const int source = i * ROWS_AT_ONCE + lane / PIECES, row = first_row + source;
-      const int64_t from = __shfl_sync(~0u, mine, source);
-      const uint32_t to = (piece / 8 * DECODE_TILE_KV + row) * CHUNK_ROW_BYTES + ((piece ^ row) % 8) * 16;
-      const uint16_t* address = static_cast<const uint16_t*>(cache.base) + (from < 0 ? 0 : from + piece * 8);
-      cp_async_16(dst + to, address, from >= 0, policy);
+    for (int first = 0; first < 32; first += ROWS_AT_ONCE) {  // `first` is a multiple of ROWS_AT_ONCE: + sub is ^ sub
+      const uint64_t row = __shfl_sync(~0u, mine, first + sub);
+      cp_async_16(dst + to + first * CHUNK_ROW_BYTES + (swizzled ^ first % 8 * 16),
+                  reinterpret_cast<const void*>(row + piece_offset), valid >> (first + sub) & 1, policy);
     }
     cp_async_mbarrier_arrive_noinc(barrier);
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(barrier);  // for what the warp stored beside the copies
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);  // for what the warp stored beside the copies
   }
 
   // Arrives as a load would.

@@ -105,9 +105,9 @@ class DecodeTile:
     tiles_per_group: int
     q_stages: int = 2  # segments whose queries are loaded ahead
     tile_kv: int = 64
-    loader_registers: int = 80  # 504 together; scores of 2 x 64 keys and their maxima need most
+    loader_registers: int = 88  # 504 together; scores of 2 x 64 keys and their maxima need most
     scorer_registers: int = 224
-    weigher_registers: int = 200
+    weigher_registers: int = 192
 
     @property
     def threads(self) -> int:

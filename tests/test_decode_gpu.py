@@ -2,144 +2,33 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from typing import Any
 
 import pytest
 import torch
-from helpers import assert_within_budget, eager_attention, kept_keys, poisoned
-from paged import Paged, make_paged, page_table
-
-import flashskip
-from flashskip import reference
-from flashskip._options import PlanOptions
-from flashskip.variant import Variant
+from paged import (
+    LAMBDA,
+    ROUNDING_BAND,
+    Paged,
+    assert_counts,
+    assert_matches,
+    check,
+    make_paged,
+    oracle,
+    page_table,
+    plan,
+    run,
+    skipping,
+    variant,
+)
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 BF16, FP16 = torch.bfloat16, torch.float16
-LAMBDA = 1e-2
 
 # Lengths: none, one key, around one tile, several tiles, whole pages.
 MIX = (0, 1, 63, 64, 65, 1000, 0, 2048, 300, 129)
-
-# Scores are fp32 sums of exact products: their error is far below this, in log2 units. A decision
-# whose margin is smaller may fall either way.
-ROUNDING_BAND = 1e-3
-
-
-def variant(
-    group_size: int = 4,
-    head_dim: int = 128,
-    page_size: int = 16,
-    dtype: torch.dtype = BF16,
-    q_len: int = 1,
-    **options: Any,
-) -> Variant:
-    """Return the kernel that a plan with these options launches."""
-    wrapper = flashskip.BatchDecodeWrapper(torch.empty(0))
-    wrapper._page_size, wrapper._q_len_per_req = page_size, q_len
-    return wrapper._variant(PlanOptions(q_data_type=dtype, **options), head_dim, group_size)
-
-
-def skipping(*args: Any, **options: Any) -> Variant:
-    """The same with a skip test and counters."""
-    return variant(*args, skip_softmax_threshold=LAMBDA, collect_stats=True, **options)
-
-
-def plan(batch: Paged, **options: Any) -> flashskip.BatchDecodeWrapper:
-    """Plan for `batch` on the test's device."""
-    wrapper = flashskip.BatchDecodeWrapper(kv_layout=batch.layout)
-    (tokens, heads, head_dim), (_, page_size, num_kv_heads, _) = batch.q.shape, batch.k.shape
-    options = {"q_data_type": batch.q.dtype, **options}
-    q_len = tokens // len(batch.last_page_len)
-    wrapper.plan(
-        *batch.table, heads, num_kv_heads, head_dim, page_size, q_len_per_req=q_len, **options
-    )
-    return wrapper
-
-
-def run(
-    wrapper: flashskip.BatchDecodeWrapper, batch: Paged, **outputs: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run into poisoned outputs."""
-    out = poisoned(batch.q.shape, wrapper._planned().options.o_dtype, DEVICE)
-    lse = poisoned(batch.q.shape[:2], torch.float32, DEVICE)
-    wrapper.run(batch.q, batch.cache, out=out, lse=lse, **outputs)
-    return out, lse
-
-
-def oracle(
-    wrapper: flashskip.BatchDecodeWrapper,
-    batch: Paged,
-    threshold: float | list[float | None] | None = None,
-) -> reference.Result:
-    """The reference in float64, with the plan's geometry."""
-    k, v, kv_indptr = batch.gathered()
-    requests, options = len(batch.last_page_len), wrapper._planned().options
-    q_len = len(batch.q) // requests
-    return reference.attention(
-        batch.q,
-        k,
-        v,
-        qo_indptr=list(range(0, requests * q_len + 1, q_len)),
-        kv_indptr=kv_indptr,
-        geometry=wrapper.geometry,
-        logits_soft_cap=options.logits_soft_cap,
-        sinks=options.sinks,
-        thresholds=threshold if isinstance(threshold, list) else [threshold] * requests,
-    )
-
-
-def assert_matches(
-    batch: Paged,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    exact: reference.Result,
-    *soft_cap_and_sinks: Any,
-) -> None:
-    """Outputs within the budget of each request, LSE to 1e-4, rows that see nothing exactly 0."""
-    k, v, kv_indptr = batch.gathered()
-    assert exact.skip_map is not None
-    q_len, sm_scale = len(batch.q) // len(batch.last_page_len), batch.q.shape[2] ** -0.5
-    for i, (start, end) in enumerate(itertools.pairwise(kv_indptr)):
-        rows = slice(i * q_len, (i + 1) * q_len)
-        kept = kept_keys(exact.skip_map[i])  # [KV head, token * group + head, key]
-        kept = kept.unflatten(1, (q_len, -1)).transpose(1, 2).flatten(0, 1)
-        tensors = (batch.q[rows], k[start:end], v[start:end])
-        eager = eager_attention(*tensors, kept, sm_scale, *soft_cap_and_sinks)
-        assert_within_budget(out[rows], exact.out[rows], eager.to(out.dtype))
-        assert (out[rows][~kept.any(2).T] == 0).all()
-    torch.testing.assert_close(lse.double(), exact.lse, rtol=0, atol=1e-4)
-
-
-def assert_counts(stats: torch.Tensor, exact: reference.Result) -> None:
-    """Counters equal the oracle's, but for decisions within the rounding band."""
-    assert exact.skip_map is not None
-    torch.testing.assert_close(stats[..., 1], exact.counts[..., 1], rtol=0, atol=0)
-    close = torch.stack([(m.margin.abs() < ROUNDING_BAND).sum((1, 2)) for m in exact.skip_map])
-    assert ((stats - exact.counts)[..., 0].abs() <= close).all()
-
-
-def check(
-    batch: Paged, threshold: float | None = None, **options: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run and compare with the oracle, twice, bit for bit the same."""
-    if threshold is not None:
-        options = {"collect_stats": True, "skip_softmax_threshold": threshold, **options}
-    wrapper = plan(batch, **options)
-    out, lse = run(wrapper, batch)
-    exact = oracle(wrapper, batch, threshold)
-    capped_and_sunk = (options.get("logits_soft_cap"), options.get("sinks"))
-    assert_matches(batch, out, lse, exact, *capped_and_sunk)
-    if threshold is not None:
-        assert_counts(wrapper.stats, exact)
-    again = run(wrapper, batch)
-    assert torch.equal(out, again[0])
-    assert torch.equal(lse, again[1])
-    return out, lse
 
 
 # ---- shapes --------------------------------------------------------------------------------------
