@@ -510,7 +510,7 @@ def test_check_indices_names_what_is_no_tensor() -> None:
     with pytest.raises(TypeError, match="qo_indptr is list"):
         flashskip.check_indices(qo_indptr=[0, 1])  # type: ignore[arg-type]
     table = {"paged_kv_indptr": ints(0, 1), "paged_kv_indices": ints(0)}
-    with pytest.raises(ValueError, match="paged_kv_last_page_len has dtype torch.int64"):
+    with pytest.raises(ValueError, match=r"paged_kv_last_page_len has dtype torch.int64"):
         flashskip.check_indices(**table, paged_kv_last_page_len=torch.tensor([1]), page_size=4)
-    with pytest.raises(ValueError, match="page_size is 0"):
+    with pytest.raises(ValueError, match=r"page_size is 0"):
         flashskip.check_indices(**table, paged_kv_last_page_len=ints(1), page_size=0)

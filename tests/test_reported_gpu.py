@@ -1,0 +1,313 @@
+"""Cases from public bug reports that need a GPU: sizes, streams, threads, devices, graphs."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import indptr, poison, poisoned
+from reported import (
+    BF16,
+    Request,
+    assert_right,
+    decode,
+    decode_variant,
+    normal,
+    paged,
+    prefill,
+    prefill_variant,
+    twin_peak,
+)
+from torch import Tensor
+
+import flashskip
+from flashskip import _env, _kernels
+from flashskip._jit.cache import KernelCache
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+HEADS = (32, 8)
+DENSE, CAUSAL, DECODE = prefill_variant(), prefill_variant(causal=True), decode_variant()
+DECODE_STATS = decode_variant(skip_softmax_threshold=0.1, collect_stats=True)
+
+
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def plan_decode(table: tuple[Tensor, ...], **options: Any) -> flashskip.BatchDecodeWrapper:
+    wrapper = flashskip.BatchDecodeWrapper()
+    wrapper.plan(*table, *HEADS, 128, 16, **{"q_data_type": BF16, **options})
+    return wrapper
+
+
+def assert_all_right(requests: list[Request], out: Tensor) -> None:
+    for i, request in enumerate(requests):
+        assert_right(request, out[i : i + 1].cpu())
+
+
+# ---- S01: offsets beyond 31 bits -----------------------------------------------------------------
+
+
+@pytest.mark.variants([DECODE])
+def test_reported_S01_a_pool_of_140001_pages() -> None:
+    k, v = (torch.zeros(140_001, 16, 8, 128, dtype=BF16, device=DEVICE) for _ in range(2))
+    pages = [0, 65536, 131071, 131072, 140000]
+    for value, page in enumerate(pages, 1):
+        v[page] = value
+    wrapper = plan_decode((ints(0, 1, 2, 3, 4, 5), ints(*pages), ints(16, 16, 16, 16, 16)))
+    out = wrapper.run(torch.ones(5, 32, 128, dtype=BF16, device=DEVICE), (k, v))
+    assert torch.equal(
+        out, torch.arange(1, 6, device=DEVICE)[:, None, None].expand_as(out).to(BF16)
+    )
+
+
+@pytest.mark.variants([DECODE])
+def test_reported_S01_k_and_v_in_one_buffer() -> None:
+    cache = torch.zeros(70_001, 2, 16, 8, 128, dtype=BF16, device=DEVICE)
+    cache[65536, 1], cache[70000, 1] = 3, 7
+    wrapper = plan_decode((ints(0, 1, 2), ints(65536, 70000), ints(16, 16)))
+    out = wrapper.run(torch.ones(2, 32, 128, dtype=BF16, device=DEVICE), cache)
+    assert (out[0] == 3).all()
+    assert (out[1] == 7).all()
+
+
+@pytest.mark.variants([DENSE])
+def test_reported_S01_queries_of_more_than_31_bits() -> None:
+    requests, per_request = 1000, 600
+    q = torch.zeros(requests * per_request, 32, 128, dtype=BF16, device=DEVICE)
+    assert q.numel() > 2**31
+    values = torch.arange(requests, device=DEVICE) % 100
+    v = values[:, None, None].expand(-1, 8, 128).to(BF16).contiguous()
+    starts = torch.arange(requests + 1, dtype=torch.int32, device=DEVICE)
+    wrapper = flashskip.BatchPrefillWrapper()
+    wrapper.plan(starts * per_request, starts, *HEADS, 128, q_data_type=BF16)
+    out = wrapper.run(q, torch.zeros_like(v), v)
+    assert isinstance(out, Tensor)
+    assert (out[-per_request:] == 99).all()
+    assert torch.equal(out[::per_request, 0, 0], values.to(BF16))
+
+
+# ---- P01: two plans in quick succession ----------------------------------------------------------
+
+
+@pytest.mark.variants([DECODE])
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+def test_reported_P01_plans_do_not_wait_and_do_not_mix(pinned: bool, shared: bool) -> None:
+    batches = [normal(15, [1] * 4, lens, HEADS) for lens in ([4096, 1, 1, 1], [7, 300, 2, 5000])]
+    caches = [paged(requests, DEVICE) for requests in batches]
+    queries = [torch.cat([r[0] for r in requests]).to(DEVICE) for requests in batches]
+    needed = plan_decode(caches[0].table).workspace_bytes
+    space = torch.empty(needed, dtype=torch.uint8, device=DEVICE) if shared else None
+    first = flashskip.BatchDecodeWrapper(space)
+    second = flashskip.BatchDecodeWrapper(space) if shared else first
+    tables = [[t.cpu() for t in cache.table] for cache in caches]
+    # Pinned before the GPU is busy, since pinning may wait for it.
+    copies = [
+        [[t.pin_memory() if pinned else t.clone() for t in table] for table in tables]
+        for _ in range(50)
+    ]
+    outs: list[list[Tensor]] = [[], []]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1_000_000_000)
+    for both in copies:
+        for i, wrapper in enumerate((first, second)):
+            wrapper.plan(*both[i], *HEADS, 128, 16, q_data_type=BF16)
+            for t in both[i]:
+                t.fill_(2**30)
+            both[i].clear()
+            outs[i].append(wrapper.run(queries[i], caches[i].pages))
+    for i, requests in enumerate(batches):
+        assert_all_right(requests, outs[i][0])
+        assert all(torch.equal(out, outs[i][0]) for out in outs[i])
+
+
+# ---- G01: replay with other lengths --------------------------------------------------------------
+
+
+@pytest.mark.variants([DECODE, decode_variant(4, 64)])
+def test_reported_G01_replays_follow_plans_made_after_the_capture() -> None:
+    """Two wrappers of different heads in one graph; CPU index tensors, so that plans copy."""
+    g = torch.Generator().manual_seed(16)
+    longest, batch = 8192, 4
+    pool = batch * longest // 16 + 9
+    shapes = ((32, 8, 128), (8, 2, 64))
+    caches = [torch.randn(pool, 2, 16, kv, d, generator=g).to(DEVICE, BF16) for _, kv, d in shapes]
+    queries = [torch.randn(batch, heads, d, generator=g).to(DEVICE, BF16) for heads, _, d in shapes]
+    wrappers = [flashskip.BatchDecodeWrapper() for _ in shapes]
+
+    def plan(which: int, lens: list[int], room: int = 0) -> tuple[Tensor, ...]:
+        counts = [-(-n // 16) for n in lens]
+        ids = torch.randperm(pool, generator=g).int()[: max(sum(counts), room)]
+        last = torch.tensor([(n - 1) % 16 + 1 for n in lens], dtype=torch.int32)
+        heads, kv, d = shapes[which]
+        table = (indptr(counts, "cpu"), ids, last)
+        wrappers[which].plan(*table, heads, kv, d, 16, q_data_type=BF16)
+        return table
+
+    def assert_replayed(which: int, table: tuple[Tensor, ...], out: Tensor) -> None:
+        k, v, starts = flashskip.reference.gather_pages(caches[which], *table)
+        for i in range(batch):
+            keys = slice(int(starts[i]), int(starts[i + 1]))
+            assert_right((queries[which][i : i + 1], k[keys], v[keys]), out[i : i + 1])
+
+    tables = [plan(i, [8192, 1, 1, 1], room=pool) for i in range(2)]
+    outs = [wrappers[i].run(queries[i], caches[i]) for i in range(2)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(2):
+            wrappers[i].run(queries[i], caches[i], out=outs[i])
+    for step in range(8):
+        for which in (0, 1) if step % 2 else (0,):  # sometimes one is not planned again
+            lens = torch.randint(1, longest + 1, (batch,), generator=g).tolist()
+            tables[which] = plan(which, lens)
+        for out in outs:
+            poison(out)
+        graph.replay()
+        for which in range(2):
+            assert_replayed(which, tables[which], outs[which])
+    with pytest.raises(ValueError, match="after a run was captured"):
+        wrappers[0].plan(
+            indptr([pool // 4] * 4 + [50], "cpu"), torch.zeros(pool + 50, dtype=torch.int32),
+            torch.full((5,), 16, dtype=torch.int32), *shapes[0], 16, q_data_type=BF16,
+        )  # fmt: skip
+
+
+# ---- C01: tensors on another GPU than the current one --------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.variants([DECODE, CAUSAL])
+@pytest.mark.parametrize("attend", [prefill, decode])
+def test_reported_C01_tensors_on_another_gpu(attend: Callable[..., Any]) -> None:
+    requests = normal(18, [1] * 3, [1, 100, 5000], HEADS)
+    options = {"causal": True} if attend is prefill else {}
+    before = torch.cuda.memory_allocated(0)
+    answers = [attend(requests, "cuda:1", **options)]
+    assert torch.cuda.memory_allocated(0) == before
+    assert all(t.device.index == 1 for t in answers[0].wrapper._buffers.values())
+    answers += [attend(requests, f"cuda:{i % 2}", **options) for i in range(20)]
+    assert torch.cuda.current_device() == 0
+    threads = [
+        threading.Thread(target=lambda d=d: answers.append(attend(requests, d, **options)))
+        for d in ("cuda:0", "cuda:1")
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(answers) == 23
+    for answer in answers:
+        assert answer.same_as(answers[0])
+    for i, request in enumerate(requests):
+        assert_right(request, answers[0].out[i], answers[0].lse[i])
+
+
+# ---- C03: streams and threads --------------------------------------------------------------------
+
+
+@pytest.mark.variants([DECODE])
+def test_reported_C03_two_streams_share_nothing() -> None:
+    batch, pages = 512, 64
+    torch.manual_seed(0)
+    calls = []
+    for _ in range(2):
+        cache = torch.randn(batch * pages, 2, 16, 8, 128, dtype=BF16, device=DEVICE)
+        starts = torch.arange(batch + 1, dtype=torch.int32, device=DEVICE) * pages
+        ids = torch.randperm(batch * pages, device=DEVICE).int()
+        full = torch.full((batch,), 16, dtype=torch.int32, device=DEVICE)
+        q = torch.randn(batch, 32, 128, dtype=BF16, device=DEVICE)
+        calls.append((plan_decode((starts, ids, full)), q, cache))
+    expected = [wrapper.run(q, cache) for wrapper, q, cache in calls]
+    different = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    streams = [torch.cuda.Stream() for _ in calls]
+    torch.cuda.synchronize()
+    for _ in range(100):
+        for i, ((wrapper, q, cache), stream) in enumerate(zip(calls, streams, strict=True)):
+            with torch.cuda.stream(stream):
+                out = wrapper.run(q, cache)
+                different[i] += (out != expected[i]).any()
+    torch.cuda.synchronize()
+    assert different.tolist() == [0, 0]
+
+
+def test_reported_C03_eight_threads_compile_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "flashskip")
+    cold = KernelCache(tmp_path)
+    monkeypatch.setattr(_env, "kernel_cache", lambda: cold)
+    _kernels.kernel_for.cache_clear()
+    requests = normal(3, [5, 70], [100, 300], HEADS)
+    q, k, v = (torch.cat(parts).to(DEVICE) for parts in zip(*requests, strict=True))
+    indices = indptr([5, 70], DEVICE), indptr([100, 300], DEVICE)
+    torch.cuda.synchronize()
+    barrier, outs, errors = threading.Barrier(8, timeout=60), [], []
+
+    def work() -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                wrapper = flashskip.BatchPrefillWrapper()
+                barrier.wait()
+                wrapper.plan(*indices, *HEADS, 128, q_data_type=BF16, causal=True)
+                mine = [wrapper.run(q, k, v) for _ in range(20)]
+                torch.cuda.current_stream().synchronize()
+                outs.extend(mine)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    _kernels.kernel_for.cache_clear()
+    assert not errors
+    assert len(outs) == 160
+    assert all(torch.equal(out, outs[0]) for out in outs)
+    for request, out in zip(requests, outs[0].cpu().split([5, 70]), strict=True):
+        assert_right(request, out, causal=True)
+    assert sum("compiling" in r.getMessage() for r in caplog.records) == 1
+
+
+# ---- J07: what is cached is machine code ---------------------------------------------------------
+
+
+@pytest.mark.variants([CAUSAL])
+def test_reported_J07_a_cubin_of_this_architecture_is_loaded() -> None:
+    kernel = _kernels.kernel_for(CAUSAL)
+    assert kernel.cubin[:4] == b"\x7fELF"
+    assert "sm_90a" in " ".join(_kernels.program_for(CAUSAL).flags)
+
+
+# ---- K08: skipping costs no time -----------------------------------------------------------------
+
+
+@pytest.mark.variants([DECODE, DECODE_STATS])
+def test_reported_K08_skipping_decode_is_not_slower_than_dense() -> None:
+    request = twin_peak(65536, 6.0, 1, heads=HEADS, block=512)
+    cache, q = paged([request], DEVICE), request[0].to(DEVICE)
+    out = poisoned(q.shape, BF16)
+    skipping = {"skip_softmax_threshold_scale_factor": 512.0, "collect_stats": True}
+    medians = []
+    for options in ({}, skipping):
+        wrapper = plan_decode(cache.table, sm_scale=1.0, **options)
+        times = []
+        for i in range(60):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            wrapper.run(q, cache.pages, out=out)
+            end.record()
+            end.synchronize()
+            if i >= 10:
+                times.append(start.elapsed_time(end))
+        medians.append(statistics.median(times))
+    assert medians[1] <= 1.05 * medians[0]
