@@ -131,7 +131,7 @@ def test_a_gated_factor_is_live_and_keeps_its_exponent():
     record_denoise_step(0, normalized_timestep=0.1)
     config = SkipSoftmaxConfig(
         target_sparsity=0.5,
-        coefficients=Coefficients(a=2.0, b=0.0, c=1.5),
+        coefficients=Coefficients(a=2.0, b=1e-300, c=1.5),
         overflow="clamp",
         disabled_until_timestep=0.9,
     )

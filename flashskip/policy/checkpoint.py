@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from flashskip._options import refuse
 from flashskip.policy.formula import Coefficients
 from flashskip.policy.stored import read_coefficients, write_coefficients
-from flashskip.policy.values import checked_names, mapping, plain
+from flashskip.policy.values import checked_names, mapping, parse_json, plain
 
 if TYPE_CHECKING:
     from flashskip.policy.config import SkipSoftmaxConfig
@@ -194,6 +194,6 @@ def write_file(config: SkipSoftmaxConfig, path: str | os.PathLike[str]) -> None:
 def _load(path: Path) -> dict[str, Any]:
     """Parse a ``config.json``, given as the file or as its folder."""
     file = path / "config.json" if path.is_dir() else path
-    loaded = json.loads(file.read_text(encoding="utf-8"))
+    loaded = parse_json(file)
     refuse(not isinstance(loaded, dict), f"{file} holds no object", "an object", "Correct the file")
     return loaded  # type: ignore[no-any-return]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashskip._options import refuse
-from flashskip.policy.values import plain
+from flashskip.policy.values import parse_json, plain
 
 if TYPE_CHECKING:
     from flashskip.policy.config import SkipSoftmaxConfig
@@ -130,7 +129,6 @@ def _load(source: Source) -> Mapping[str, Any]:
     if isinstance(source, Mapping):
         return source
     path = Path(source)
-    text = path.read_text(encoding="utf-8")
     if path.suffix in (".yaml", ".yml"):
         try:
             import yaml  # type: ignore[import-untyped]
@@ -139,9 +137,9 @@ def _load(source: Source) -> Mapping[str, Any]:
                 f"{path} is YAML and PyYAML is not installed; expected it for such files. Install "
                 "pyyaml, or pass the parsed mapping."
             ) from error
-        loaded = yaml.safe_load(text)
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
     else:
-        loaded = json.loads(text)
+        loaded = parse_json(path)
     refuse(
         not isinstance(loaded, Mapping),
         f"{path} holds a {type(loaded).__name__}",

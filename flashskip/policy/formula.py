@@ -58,7 +58,7 @@ class Coefficients:
 
     def __post_init__(self) -> None:  # noqa: D105
         check_number("a", self.a, above=0.0)
-        check_number("b", self.b)
+        check_number("b", self.b, above=0.0)
         check_number("c", self.c, least=0.0)
         for name in ("r_squared", "residual"):
             if getattr(self, name) is not None:
@@ -84,14 +84,14 @@ class Coefficients:
         Parameters
         ----------
         target_sparsity : float
-            In [0, 1], and within `sparsity_range`.
+            In [0, 1), and within `sparsity_range`.
 
         Raises
         ------
         ValueError
             If the target is out of range, or the factor too large for a float.
         """
-        check_number("target_sparsity", target_sparsity, least=0.0, most=1.0)
+        check_number("target_sparsity", target_sparsity, least=0.0, below=1.0)
         if self.sparsity_range is not None:
             low, high = self.sparsity_range
             refuse(
@@ -135,6 +135,7 @@ def check_number(
     above: float = -math.inf,
     least: float = -math.inf,
     most: float = math.inf,
+    below: float = math.inf,
 ) -> float:
     """Return a finite number within limits, or raise and name it."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -146,8 +147,9 @@ def check_number(
     bounds = [f"> {above:g}"] if above > -math.inf else []
     bounds += [f">= {least:g}"] if least > -math.inf else []
     bounds += [f"<= {most:g}"] if most < math.inf else []
+    bounds += [f"< {below:g}"] if below < math.inf else []
     refuse(
-        not (math.isfinite(number) and number > above and least <= number <= most),
+        not (math.isfinite(number) and above < number < below and least <= number <= most),
         f"{name} is {value!r}",
         " ".join(["a finite number", " and ".join(bounds)]).strip(),
         "Correct the value",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,11 +54,13 @@ def checked_per_phase(name: str, value: PerPhase, most: float) -> PerPhase:
     """Check a scalar or each phase's value, and copy a mapping."""
     if value is None:
         return None
+    # A target of 1 would be to skip everything, which no threshold does.
+    limits = {"below": most} if name == "target_sparsity" else {"most": most}
     if not isinstance(value, Mapping):
-        return check_number(name, value, least=0.0, most=most)
+        return check_number(name, value, least=0.0, **limits)
     check_phases(name, value)
     return {
-        phase: None if x is None else check_number(f"{name}[{phase!r}]", x, least=0.0, most=most)
+        phase: None if x is None else check_number(f"{name}[{phase!r}]", x, least=0.0, **limits)
         for phase, x in value.items()
     }
 
@@ -79,6 +83,16 @@ def matches(layer: str, component: str | None, patterns: Iterable[str]) -> bool:
         for name in names
         for pattern in patterns
     )
+
+
+def parse_json(path: Path) -> Any:
+    """Parse a file, and name it where it is damaged."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is no whole JSON file ({error}); expected one. Write or copy it again."
+        ) from error
 
 
 def plan_device(device: torch.device | str | None) -> torch.device:
