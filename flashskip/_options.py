@@ -248,9 +248,9 @@ def refuse(condition: bool, found: str, expected: str, advice: str) -> None:
 
 
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    """Raise ValueError unless `value` is one of `choices`."""
+    """Raise ValueError unless `value` is one of `choices`; a tensor or 64.0 for 64 is none."""
     refuse(
-        value not in choices,
+        not any(isinstance(value, type(c)) and value == c for c in choices),
         f"{name} is {value!r}",
         "one of " + ", ".join(map(repr, choices)),
         "Pass one of these",

@@ -93,7 +93,7 @@ def check_live_tensors(plan: Plan) -> None:
         ("sinks", options.sinks, plan.num_qo_heads),
     )
     for name, t, length in vectors:
-        if t is not None and not isinstance(t, (int, float)):
+        if t is not None and (name == "sinks" or not isinstance(t, (int, float))):
             check_vector(name, t, length, dtype=torch.float32, device=device)
     if options.threshold_kv_len is not None:
         check_vector("threshold_kv_len", options.threshold_kv_len, plan.batch_size, device=device)

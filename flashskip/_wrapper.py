@@ -219,6 +219,8 @@ class BatchWrapper:
         """Allocate what was not passed and attend; under torch.compile through a custom op."""
         plan = self._planned()
         check_inputs(self._input_names, inputs, plan.options.sinks)
+        if not isinstance(return_lse, bool):
+            raise TypeError(f"return_lse is {return_lse!r}; expected True or False. Pass a bool.")
         q = inputs[0]
         shape = (q.shape[0], plan.num_qo_heads, plan.variant.head_dim_vo)
         if out is None:

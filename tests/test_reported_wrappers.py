@@ -342,6 +342,8 @@ def test_outputs_may_be_views_and_lse_is_filled_when_given(call: Call) -> None:
 
 def test_inputs_that_are_no_tensors_are_named(call: Call) -> None:
     q, *kv = call.inputs
+    with pytest.raises(TypeError, match="return_lse is tensor"):
+        call.run(return_lse=torch.empty(0))
     for bad in (None, [1.0], torch.tensor(1.0)):
         with pytest.raises(TypeError, match="q is"):
             call.run(bad, *kv)
@@ -361,6 +363,9 @@ def test_inputs_that_are_no_tensors_are_named(call: Call) -> None:
         ({"logits_soft_cap": torch.tensor(1.0)}, TypeError, "logits_soft_cap"),
         ({"q_data_type": torch.int32}, ValueError, "q_data_type"),
         ({"sinks": [0.0] * 8}, TypeError, "sinks"),
+        ({"sinks": 0.0}, TypeError, "sinks"),
+        ({"skip_softmax_threshold": 0.1, "vote_kv": torch.empty(0)}, ValueError, "vote_kv"),
+        ({"skip_softmax_threshold": 0.1, "vote_kv": 64.0}, ValueError, "vote_kv"),
         ({"sinks": torch.zeros(8, dtype=BF16)}, ValueError, "sinks"),
     ],
 )
