@@ -6,14 +6,19 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from flashskip._options import refuse
+from flashskip._options import refusal
 
 
 def check_count(name: str, value: object, least: int = 1) -> None:
     """Raise unless `value` is an int of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} is {value!r}; expected an int. Pass a Python int.")
-    refuse(value < least, f"{name} is {value}", f"at least {least}", "Correct the value")
+    if value < least:
+        raise refusal(
+            f"{name} is {value}",
+            f"at least {least}",
+            "Correct the value",
+        )
 
 
 def check_heads(num_qo_heads: object, num_kv_heads: object) -> int:
@@ -22,12 +27,12 @@ def check_heads(num_qo_heads: object, num_kv_heads: object) -> int:
     check_count("num_kv_heads", num_kv_heads)
     assert isinstance(num_qo_heads, int)
     assert isinstance(num_kv_heads, int)
-    refuse(
-        num_qo_heads % num_kv_heads != 0,
-        f"num_qo_heads is {num_qo_heads} with num_kv_heads={num_kv_heads}",
-        "a multiple of num_kv_heads",
-        "Every KV head must serve the same number of query heads",
-    )
+    if num_qo_heads % num_kv_heads != 0:
+        raise refusal(
+            f"num_qo_heads is {num_qo_heads} with num_kv_heads={num_kv_heads}",
+            "a multiple of num_kv_heads",
+            "Every KV head must serve the same number of query heads",
+        )
     return num_qo_heads // num_kv_heads
 
 
@@ -42,38 +47,48 @@ def check_vector(
     """Raise unless `t` is a contiguous vector of this dtype, length and device."""
     if not isinstance(t, torch.Tensor):
         raise TypeError(f"{name} is {type(t).__name__}; expected a torch.Tensor. Convert it first.")
-    refuse(
-        t.dtype != dtype,
-        f"{name} has dtype {t.dtype}",
-        str(dtype),
-        f"Convert it with {name}.to({dtype})",
-    )
-    refuse(t.dim() != 1, f"{name} has shape {tuple(t.shape)}", "one dimension", "Flatten it")
-    refuse(
-        length is not None and t.shape[0] != length,
-        f"{name} has {t.shape[0]} entries",
-        f"{length}",
-        "Make it match the batch size, which is len(indptr) - 1",
-    )
-    refuse(
-        not t.is_contiguous(),
-        f"{name} has stride {t.stride()}",
-        "a contiguous tensor",
-        "Call .contiguous(), and write later changes into that copy",
-    )
-    refuse(
-        device is not None and t.device != device,
-        f"{name} is on {t.device}",
-        f"{device}, where the other tensors are",
-        "Move it there",
-    )
+    if t.dtype != dtype:
+        raise refusal(
+            f"{name} has dtype {t.dtype}",
+            str(dtype),
+            f"Convert it with {name}.to({dtype})",
+        )
+    if t.dim() != 1:
+        raise refusal(
+            f"{name} has shape {tuple(t.shape)}",
+            "one dimension",
+            "Flatten it",
+        )
+    if length is not None and t.shape[0] != length:
+        raise refusal(
+            f"{name} has {t.shape[0]} entries",
+            f"{length}",
+            "Make it match the batch size, which is len(indptr) - 1",
+        )
+    if not t.is_contiguous():
+        raise refusal(
+            f"{name} has stride {t.stride()}",
+            "a contiguous tensor",
+            "Call .contiguous(), and write later changes into that copy",
+        )
+    if device is not None and t.device != device:
+        raise refusal(
+            f"{name} is on {t.device}",
+            f"{device}, where the other tensors are",
+            "Move it there",
+        )
 
 
 def check_indptr(name: str, t: object, batch_size: int | None = None) -> int:
     """Return the batch size; the contents are looked at on the CPU only."""
     check_vector(name, t, None if batch_size is None else batch_size + 1)
     assert isinstance(t, torch.Tensor)
-    refuse(t.shape[0] == 0, f"{name} is empty", "batch_size + 1 entries", "Begin it with 0")
+    if t.shape[0] == 0:
+        raise refusal(
+            f"{name} is empty",
+            "batch_size + 1 entries",
+            "Begin it with 0",
+        )
     if t.device.type == "cpu":
         check_indptr_contents(name, t)
     return t.shape[0] - 1
@@ -81,7 +96,12 @@ def check_indptr(name: str, t: object, batch_size: int | None = None) -> int:
 
 def check_indptr_contents(name: str, t: torch.Tensor) -> None:
     """Raise unless `t` starts at 0 and never decreases."""
-    refuse(int(t[0]) != 0, f"{name}[0] is {int(t[0])}", "0", "Offsets count from the first row")
+    if int(t[0]) != 0:
+        raise refusal(
+            f"{name}[0] is {int(t[0])}",
+            "0",
+            "Offsets count from the first row",
+        )
     steps = t[1:] - t[:-1]
     if bool((steps < 0).any()):
         i = int((steps < 0).nonzero()[0])
@@ -95,12 +115,12 @@ def check_indptr_contents(name: str, t: torch.Tensor) -> None:
 def check_reach(name: str, t: torch.Tensor, index_name: str, reach: Mapping[str, int]) -> None:
     """Raise if CPU index tensors pointed past the rows or pages of `t`."""
     needed = reach.get(index_name, 0)
-    refuse(
-        t.shape[0] < needed,
-        f"{name} has {t.shape[0]} in dimension 0",
-        f"at least {needed}, as far as {index_name} reaches",
-        f"Pass all of {name}, or correct {index_name} and plan again",
-    )
+    if t.shape[0] < needed:
+        raise refusal(
+            f"{name} has {t.shape[0]} in dimension 0",
+            f"at least {needed}, as far as {index_name} reaches",
+            f"Pass all of {name}, or correct {index_name} and plan again",
+        )
 
 
 def check_pages_contents(
@@ -111,12 +131,12 @@ def check_pages_contents(
     num_pages: int | None = None,
 ) -> None:
     """Raise unless a page table describes pages that exist, filled within their size."""
-    refuse(
-        int(indptr[-1]) > indices.shape[0],
-        f"paged_kv_indptr ends at {int(indptr[-1])}",
-        f"at most len(paged_kv_indices), {indices.shape[0]}",
-        "Pass the page ids of every request",
-    )
+    if int(indptr[-1]) > indices.shape[0]:
+        raise refusal(
+            f"paged_kv_indptr ends at {int(indptr[-1])}",
+            f"at most len(paged_kv_indices), {indices.shape[0]}",
+            "Pass the page ids of every request",
+        )
     has_pages = indptr[1:] > indptr[:-1]
     bad = has_pages & ((last_page_len < 1) | (last_page_len > page_size))
     if bool(bad.any()):
@@ -154,16 +174,24 @@ def check_tensor(
         b is None or a == b for a, b in zip(t.shape, shape, strict=True)
     )
     wanted = ", ".join("any" if n is None else str(n) for n in shape)
-    refuse(
-        not matches,
-        f"{name} has shape {tuple(t.shape)}",
-        f"({wanted}), as planned",
-        "Reshape it or plan again",
-    )
-    refuse(t.dtype != dtype, f"{name} has dtype {t.dtype}", f"{dtype}, as planned", "Plan again")
-    refuse(
-        t.device != device, f"{name} is on {t.device}", f"{device}", "Move it there or plan again"
-    )
+    if not matches:
+        raise refusal(
+            f"{name} has shape {tuple(t.shape)}",
+            f"({wanted}), as planned",
+            "Reshape it or plan again",
+        )
+    if t.dtype != dtype:
+        raise refusal(
+            f"{name} has dtype {t.dtype}",
+            f"{dtype}, as planned",
+            "Plan again",
+        )
+    if t.device != device:
+        raise refusal(
+            f"{name} is on {t.device}",
+            f"{device}",
+            "Move it there or plan again",
+        )
     check_strides(name, t)
 
 
@@ -171,26 +199,26 @@ def check_strides(name: str, t: torch.Tensor) -> None:
     """Raise unless rows are contiguous and 16-byte aligned, which the copy engine needs."""
     if t.numel() == 0:
         return
-    refuse(
-        t.shape[-1] > 1 and t.stride(-1) != 1,
-        f"{name} has stride {t.stride(-1)} in its last dimension",
-        "1",
-        "Call .contiguous()",
-    )
+    if t.shape[-1] > 1 and t.stride(-1) != 1:
+        raise refusal(
+            f"{name} has stride {t.stride(-1)} in its last dimension",
+            "1",
+            "Call .contiguous()",
+        )
     size = t.element_size()
     for i in range(t.dim() - 1):
-        refuse(
-            t.shape[i] > 1 and t.stride(i) * size % 16 != 0,
-            f"{name} has stride {t.stride(i) * size} bytes in dimension {i}",
-            "a multiple of 16 bytes",
-            "Call .contiguous() or pad the rows",
+        if t.shape[i] > 1 and t.stride(i) * size % 16 != 0:
+            raise refusal(
+                f"{name} has stride {t.stride(i) * size} bytes in dimension {i}",
+                "a multiple of 16 bytes",
+                "Call .contiguous() or pad the rows",
+            )
+    if t.data_ptr() % 16 != 0:
+        raise refusal(
+            f"{name} starts at an address that is not a multiple of 16 bytes",
+            "16-byte alignment",
+            "Call .clone(), or slice at another element",
         )
-    refuse(
-        t.data_ptr() % 16 != 0,
-        f"{name} starts at an address that is not a multiple of 16 bytes",
-        "16-byte alignment",
-        "Call .clone(), or slice at another element",
-    )
 
 
 def check_inputs(
@@ -203,12 +231,12 @@ def check_inputs(
             raise TypeError(f"{name} is {found}; expected a torch.Tensor with rows. Convert it.")
     if torch.is_grad_enabled():
         for name, given in (*zip(names, inputs, strict=False), ("sinks", sinks)):
-            refuse(
-                given is not None and given.requires_grad,
-                f"{name} requires a gradient",
-                "tensors without gradient: flashskip is forward only",
-                "Call under torch.no_grad() or pass a detached tensor",
-            )
+            if given is not None and given.requires_grad:
+                raise refusal(
+                    f"{name} requires a gradient",
+                    "tensors without gradient: flashskip is forward only",
+                    "Call under torch.no_grad() or pass a detached tensor",
+                )
 
 
 def check_lse(lse: object, shape: tuple[int, ...], device: torch.device) -> None:
@@ -218,35 +246,35 @@ def check_lse(lse: object, shape: tuple[int, ...], device: torch.device) -> None
     if not isinstance(lse, torch.Tensor):
         raise TypeError(f"lse is {type(lse).__name__}; expected a torch.Tensor. Pass one or None.")
     matches = lse.shape == shape and lse.is_contiguous() and lse.device == device
-    refuse(
-        not matches or lse.dtype != torch.float32,
-        f"lse is {lse.dtype} {tuple(lse.shape)} with stride {lse.stride()} on {lse.device}",
-        f"contiguous torch.float32 {tuple(shape)} on {device}",
-        "Pass such a tensor, or return_lse=True to have it allocated",
-    )
+    if not matches or lse.dtype != torch.float32:
+        raise refusal(
+            f"lse is {lse.dtype} {tuple(lse.shape)} with stride {lse.stride()} on {lse.device}",
+            f"contiguous torch.float32 {tuple(shape)} on {device}",
+            "Pass such a tensor, or return_lse=True to have it allocated",
+        )
 
 
 def check_no_self_overlap(name: str, t: torch.Tensor) -> None:
     """Raise if elements of a tensor that is written share memory, as those of `expand` do."""
     reach = 1
     for stride, n in sorted((s, n) for s, n in zip(t.stride(), t.shape, strict=True) if n > 1):
-        refuse(
-            stride < reach and t.numel() > 0,
-            f"{name} has shape {tuple(t.shape)} with stride {t.stride()}",
-            "a tensor whose elements lie apart",
-            "Allocate it without expand()",
-        )
+        if stride < reach and t.numel() > 0:
+            raise refusal(
+                f"{name} has shape {tuple(t.shape)} with stride {t.stride()}",
+                "a tensor whose elements lie apart",
+                "Allocate it without expand()",
+            )
         reach = stride * n
 
 
 def check_no_overlap(name: str, t: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
     """Raise if a tensor that is written may share memory with one that is read meanwhile."""
-    refuse(
-        _may_overlap(t, other),
-        f"{name} shares memory with {other_name}",
-        "memory of its own",
-        f"Allocate {name}, or leave it out",
-    )
+    if _may_overlap(t, other):
+        raise refusal(
+            f"{name} shares memory with {other_name}",
+            "memory of its own",
+            f"Allocate {name}, or leave it out",
+        )
 
 
 def _may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -312,12 +340,12 @@ def check_indices(
         if t is not None:
             check_vector(name, t, None)
     given = [t.cpu() for t in table if t is not None]
-    refuse(
-        0 < len(given) < 3 or (bool(given) and page_size is None),
-        f"{len(given)} of the three page table tensors are given, page_size is {page_size}",
-        "paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len and page_size together",
-        "Pass all four",
-    )
+    if 0 < len(given) < 3 or (bool(given) and page_size is None):
+        raise refusal(
+            f"{len(given)} of the three page table tensors are given, page_size is {page_size}",
+            "paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len and page_size together",
+            "Pass all four",
+        )
     if given:
         assert page_size is not None
         check_count("page_size", page_size)

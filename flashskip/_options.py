@@ -163,12 +163,12 @@ class PlanOptions:
                 f"{name} is {value!r}; expected a torch.dtype such as torch.bfloat16. Pass the "
                 f"dtype itself."
             )
-        refuse(
-            not value.is_floating_point,
-            f"{name} is {value}",
-            "a floating dtype such as torch.bfloat16",
-            "Convert the tensors",
-        )
+        if not value.is_floating_point:
+            raise refusal(
+                f"{name} is {value}",
+                "a floating dtype such as torch.bfloat16",
+                "Convert the tensors",
+            )
 
     def _check_number(
         self,
@@ -194,37 +194,39 @@ class PlanOptions:
     def _check_combinations(self) -> None:
         """Refuse what would have no effect: nothing is accepted and ignored."""
         given = self.threshold is not None
-        refuse(
+        if (
             self.skip_softmax_threshold is not None
-            and self.skip_softmax_threshold_scale_factor is not None,
-            "skip_softmax_threshold and skip_softmax_threshold_scale_factor are both given",
-            "one source of the threshold",
-            "Drop one of them",
-        )
-        refuse(
-            given and self.skip_criterion != "threshold",
-            f"skip_criterion is {self.skip_criterion!r} and a threshold is given",
-            "a threshold only with skip_criterion='threshold'",
-            "Drop the threshold or the criterion",
-        )
-        refuse(
-            (self.skip_budget is not None) != (self.skip_criterion == "budget"),
-            f"skip_budget is {self.skip_budget} with skip_criterion={self.skip_criterion!r}",
-            "skip_budget exactly when skip_criterion is 'budget'",
-            "Pass both or neither",
-        )
+            and self.skip_softmax_threshold_scale_factor is not None
+        ):
+            raise refusal(
+                "skip_softmax_threshold and skip_softmax_threshold_scale_factor are both given",
+                "one source of the threshold",
+                "Drop one of them",
+            )
+        if given and self.skip_criterion != "threshold":
+            raise refusal(
+                f"skip_criterion is {self.skip_criterion!r} and a threshold is given",
+                "a threshold only with skip_criterion='threshold'",
+                "Drop the threshold or the criterion",
+            )
+        if (self.skip_budget is not None) != (self.skip_criterion == "budget"):
+            raise refusal(
+                f"skip_budget is {self.skip_budget} with skip_criterion={self.skip_criterion!r}",
+                "skip_budget exactly when skip_criterion is 'budget'",
+                "Pass both or neither",
+            )
         factor_only = [
             ("threshold_kv_len", self.threshold_kv_len is not None),
             ("length_exponent", self.length_exponent != 1.0),
             ("overflow", self.overflow != "dense"),
         ]
         for name, changed in factor_only:
-            refuse(
-                changed and not self.threshold_is_factor,
-                f"{name} is given without a scale factor, where it has no effect",
-                f"{name} only with skip_softmax_threshold_scale_factor",
-                f"Drop {name} or pass the factor",
-            )
+            if changed and not self.threshold_is_factor:
+                raise refusal(
+                    f"{name} is given without a scale factor, where it has no effect",
+                    f"{name} only with skip_softmax_threshold_scale_factor",
+                    f"Drop {name} or pass the factor",
+                )
         skip_only = [
             ("order", self.order != ORDERS[0]),
             ("vote_kv", self.vote_kv is not None),
@@ -232,29 +234,28 @@ class PlanOptions:
             ("collect_bound", self.collect_bound),
         ]
         for name, changed in skip_only:
-            refuse(
-                changed and not self.skips,
-                f"{name} is given without a skip test, where it has no effect",
-                f"{name} only with a threshold, a scale factor or the budget criterion",
-                f"Drop {name}, or pass skip_softmax_threshold=0.0 for a skip kernel that never "
-                f"skips",
-            )
+            if changed and not self.skips:
+                raise refusal(
+                    f"{name} is given without a skip test, where it has no effect",
+                    f"{name} only with a threshold, a scale factor or the budget criterion",
+                    f"Drop {name}, or pass skip_softmax_threshold=0.0 for a skip kernel that never "
+                    f"skips",
+                )
 
 
-def refuse(condition: bool, found: str, expected: str, advice: str) -> None:
-    """Raise ValueError in the project's four parts when `condition` holds."""
-    if condition:
-        raise ValueError(f"{found}; expected {expected}. {advice}.")
+def refusal(found: str, expected: str, advice: str) -> ValueError:
+    """Return the error that says what was found, what is expected and what to do."""
+    return ValueError(f"{found}; expected {expected}. {advice}.")
 
 
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     """Raise ValueError unless `value` is one of `choices`; a tensor or 64.0 for 64 is none."""
-    refuse(
-        not any(isinstance(value, type(c)) and value == c for c in choices),
-        f"{name} is {value!r}",
-        "one of " + ", ".join(map(repr, choices)),
-        "Pass one of these",
-    )
+    if not any(isinstance(value, type(c)) and value == c for c in choices):
+        raise refusal(
+            f"{name} is {value!r}",
+            "one of " + ", ".join(map(repr, choices)),
+            "Pass one of these",
+        )
 
 
 F = TypeVar("F", bound=Callable[..., Any])

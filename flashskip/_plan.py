@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 
 from flashskip._checks import check_vector
 from flashskip._jit.kernel import Kernel
-from flashskip._options import DTYPE_NAMES, PlanOptions, refuse
+from flashskip._options import DTYPE_NAMES, PlanOptions, refusal
 from flashskip.errors import UnsupportedDevice, UnsupportedVariant
 from flashskip.geometry import Geometry
 from flashskip.variant import Variant, alternatives, fault
@@ -27,6 +28,10 @@ _ARGUMENTS = {
     "stats": "collect_stats",
     "bound": "collect_bound",
 }
+
+# How a tensor compares with the one that was checked before: the same, the same at another
+# address (with the alignment that kernels need), or one to check.
+SAME, MOVED, NEW = range(3)
 
 
 @dataclass
@@ -48,7 +53,35 @@ class Plan:
     params: Any = None  # one record of the variant's parameter table
     params_address: int = 0
     reach: dict[str, int] = field(default_factory=dict)  # rows, pages that CPU indices point at
-    bound_to: dict[str, object] = field(default_factory=dict)  # tensor name -> signature in params
+    bound_to: dict[str, tuple[object, ...]] = field(default_factory=dict)  # what params hold
+    lse_written: tuple[int, str] | None = None  # address and base in params
+
+    def compare(self, name: str, t: torch.Tensor) -> int:
+        """Say how a tensor differs from what the launch record holds under this name.
+
+        Until it is remembered again, the record counts as holding none: so a tensor that is
+        refused, or a record half rewritten, never passes for checked.
+        """
+        known, now = self.bound_to.get(name), _signature(t)
+        if known == now:
+            return SAME
+        self.bound_to.pop(name, None)
+        moved = known is not None and known[1:] == now[1:] and t.data_ptr() % 16 == 0
+        return MOVED if moved else NEW
+
+    def remember(self, name: str, t: torch.Tensor) -> None:
+        """Note that the launch record holds this tensor, which passed all checks."""
+        if name not in self.bound_to:
+            self.bound_to[name] = _signature(t)
+
+    def forget(self, name: str) -> None:
+        """Note that the launch record may hold anything under this name."""
+        self.bound_to.pop(name, None)
+
+
+def _signature(t: torch.Tensor) -> tuple[object, ...]:
+    """Return what a launch record depends on of a tensor, its address first."""
+    return t.data_ptr(), t.shape, t.stride(), t.dtype, t.device
 
 
 def require_kernel(variant: Variant, device: torch.device) -> None:
@@ -61,7 +94,7 @@ def require_kernel(variant: Variant, device: torch.device) -> None:
     UnsupportedVariant
         Names the argument, what was found and what is supported.
     """
-    capability = torch.cuda.get_device_capability(device)
+    capability = _capability(device.index)
     if capability != (9, 0):
         raise UnsupportedDevice(
             f"{torch.cuda.get_device_name(device)} has compute capability "
@@ -78,6 +111,17 @@ def require_kernel(variant: Variant, device: torch.device) -> None:
             f"{argument} asks for {name}={getattr(variant, name)} in {variant.op}, which no "
             f"kernel for {variant.arch} has; supported: {choices}. CPU tensors run the reference."
         )
+
+
+@cache
+def _capability(device: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+@cache
+def multiprocessors(device: int) -> int:
+    """Return the SMs of a GPU: the CTAs of a launch."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def check_live_tensors(plan: Plan) -> None:
@@ -146,12 +190,12 @@ def target_device(
             f"together."
         )
     if cuda:
-        refuse(
-            workspace is not None and workspace.device.type == "cpu",
-            f"float_workspace_buffer is on cpu and {next(iter(cuda))} on a GPU",
-            "one device",
-            "Move the workspace to the GPU",
-        )
+        if workspace is not None and workspace.device.type == "cpu":
+            raise refusal(
+                f"float_workspace_buffer is on cpu and {next(iter(cuda))} on a GPU",
+                "one device",
+                "Move the workspace to the GPU",
+            )
         return next(iter(cuda.values()))
     if workspace is not None or not torch.cuda.is_available():
         return torch.device("cpu")

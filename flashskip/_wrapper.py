@@ -15,8 +15,8 @@ from flashskip._checks import (
     check_no_self_overlap,
     check_tensor,
 )
-from flashskip._options import check_choice, refuse
-from flashskip._plan import Plan, check_live_tensors, require_kernel
+from flashskip._options import check_choice, refusal
+from flashskip._plan import SAME, Plan, check_live_tensors, multiprocessors, require_kernel
 from flashskip.errors import UnsupportedVariant
 from flashskip.geometry import Geometry
 from flashskip.variant import Variant
@@ -82,12 +82,12 @@ class BatchWrapper:
         ValueError
             If the plan was made without `collect_stats`.
         """
-        refuse(
-            not self._planned().options.collect_stats,
-            "stats is read on a plan without counters",
-            "collect_stats=True",
-            "Plan again with it",
-        )
+        if not self._planned().options.collect_stats:
+            raise refusal(
+                "stats is read on a plan without counters",
+                "collect_stats=True",
+                "Plan again with it",
+            )
         return self._buffers["stats"]
 
     def reset_stats(self) -> None:
@@ -97,13 +97,13 @@ class BatchWrapper:
     @property
     def gaps(self) -> torch.Tensor:
         """Histogram of the thresholds above which decisions are skipped, when measuring."""
-        refuse(
-            self._planned().options.skip_criterion != "measure",
-            f"gaps is read on a plan with "
-            f"skip_criterion={self._planned().options.skip_criterion!r}",
-            "skip_criterion='measure'",
-            "Plan again with it",
-        )
+        if self._planned().options.skip_criterion != "measure":
+            raise refusal(
+                f"gaps is read on a plan with "
+                f"skip_criterion={self._planned().options.skip_criterion!r}",
+                "skip_criterion='measure'",
+                "Plan again with it",
+            )
         return self._buffers["gaps"]
 
     # -- plan
@@ -129,13 +129,14 @@ class BatchWrapper:
             require_kernel(plan.variant, plan.device)
             plan.kernel = _kernels.kernel_for(plan.variant)
             plan.kernel.prepare(plan.device.index)
-            plan.grid = torch.cuda.get_device_properties(plan.device).multi_processor_count
+            plan.grid = multiprocessors(plan.device.index)
             plan.params = _kernels.params_for(plan.variant).new()
             plan.params_address = plan.params.ctypes.data
         self._plan = plan
         try:
             if options.collect_stats:
-                self._keep("stats", (plan.batch_size, stats_heads, 2), torch.int64, plan.device)
+                shape = (plan.batch_size, stats_heads, 2)
+                self._keep("stats", shape, torch.int64, plan.device).zero_()
             if plan.kernel is not None:
                 self._fill(plan)
         except BaseException:
@@ -176,24 +177,22 @@ class BatchWrapper:
     def _keep(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Return a zeroed buffer whose address outlives plans, for graphs that hold it."""
+        """Return a buffer whose address outlives plans, for graphs that hold it; 0 at first."""
         elements = math.prod(shape)
         storage = self._buffers.get(f"{name}.storage")
         kind = (dtype, device)
         if storage is None or storage.numel() < elements or (storage.dtype, storage.device) != kind:
-            refuse(
-                self._captured,
-                f"the plan needs {elements} elements for {name} after a run was captured in a "
-                f"graph",
-                f"at most {0 if storage is None else storage.numel()}, as the graph holds the "
-                f"old buffer",
-                "Make the first plan with the largest batch, or use a new wrapper",
-            )
+            if self._captured:
+                raise refusal(
+                    f"the plan needs {elements} elements for {name} after a run was captured in a "
+                    f"graph",
+                    f"at most {0 if storage is None else storage.numel()}, as the graph holds the "
+                    f"old buffer",
+                    "Make the first plan with the largest batch, or use a new wrapper",
+                )
             with torch.inference_mode(False):  # or no code outside of it could reset the buffer
                 storage = torch.zeros(max(elements, 1), dtype=dtype, device=device)
             self._buffers[f"{name}.storage"] = storage
-        else:
-            storage.zero_()
         self._buffers[name] = storage[:elements].view(shape)
         return self._buffers[name]
 
@@ -219,10 +218,11 @@ class BatchWrapper:
         """Allocate what was not passed and attend; under torch.compile through a custom op."""
         plan = self._planned()
         check_inputs(self._input_names, inputs, plan.options.sinks)
-        if not isinstance(return_lse, bool):
+        if return_lse is not True and return_lse is not False:
             raise TypeError(f"return_lse is {return_lse!r}; expected True or False. Pass a bool.")
         q = inputs[0]
         shape = (q.shape[0], plan.num_qo_heads, plan.variant.head_dim_vo)
+        allocates = out is None
         if out is None:
             out = torch.empty(shape, dtype=plan.options.o_dtype, device=q.device)
         if lse is None and return_lse:
@@ -234,9 +234,11 @@ class BatchWrapper:
         if torch.compiler.is_compiling() or type(q) is not torch.Tensor or q.is_meta:
             torch.ops.flashskip.run(self._handle, inputs, out, lse, bound, lse_base)
         else:
-            self._attend(inputs, out, lse, bound, lse_base)
+            self._attend(inputs, out, lse, bound, lse_base, out_is_ours=allocates)
+        if not return_lse and bound is None:
+            return out
         extra = [t for t in (lse if return_lse else None, bound) if t is not None]
-        return (out, *extra) if extra else out
+        return (out, *extra)
 
     def _attend(
         self,
@@ -245,28 +247,40 @@ class BatchWrapper:
         lse: torch.Tensor | None,
         bound: torch.Tensor | None,
         lse_base: str,
+        *,
+        out_is_ours: bool = False,
     ) -> None:
-        """Check the tensors and compute, on the device where q is."""
+        """Check the tensors and compute, where the plan runs.
+
+        What was checked in the run before is not checked again: the usual call only compares.
+        """
         plan = self._planned()
-        check_choice("lse_base", lse_base, tuple(LSE_SCALES))
-        refuse(
-            inputs[0].device != plan.device,
-            f"q is on {inputs[0].device}",
-            f"{plan.device}, where the plan runs",
-            "Move it, or make the wrapper with a workspace where q is and plan again",
-        )
-        check_lse(lse, (inputs[0].shape[0], plan.num_qo_heads), plan.device)
-        if plan.device.type == "cpu":
+        if lse_base not in LSE_SCALES:
+            check_choice("lse_base", lse_base, tuple(LSE_SCALES))
+        if inputs[0].device != plan.device:
+            raise refusal(
+                f"q is on {inputs[0].device}",
+                f"{plan.device}, where the plan runs",
+                "Move it, or make the wrapper with a workspace where q is and plan again",
+            )
+        if lse is not None:
+            check_lse(lse, (inputs[0].shape[0], plan.num_qo_heads), plan.device)
+        if plan.kernel is None:
             self._check_out(out, inputs)
             self._attend_on_cpu(inputs, out, lse, bound, LSE_SCALES[lse_base])
             return
-        inputs_are_new = self._bind(inputs)
-        if self._is_new("out", out) or inputs_are_new:
-            plan.bound_to.pop("out", None)
+        inputs_moved = self._bind(inputs)
+        change = plan.compare("out", out)
+        if not out_is_ours and (inputs_moved or change != SAME):
+            plan.forget("out")
             self._check_out(out, inputs)
+        if change != SAME:
             self._set(o=out.data_ptr(), o_stride_token=out.stride(0), o_stride_head=out.stride(1))
-            self._remember("out", out)
-        self._set(lse=0 if lse is None else lse.data_ptr(), lse_scale=LSE_SCALES[lse_base])
+        plan.remember("out", out)
+        lse_at = 0 if lse is None else lse.data_ptr()
+        if plan.lse_written != (lse_at, lse_base):
+            self._set(lse=lse_at, lse_scale=LSE_SCALES[lse_base])
+            plan.lse_written = (lse_at, lse_base)
         self._launch()
 
     def _check_out(self, out: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
@@ -277,35 +291,20 @@ class BatchWrapper:
         for name, t in zip(self._input_names, inputs, strict=False):
             check_no_overlap("out", out, name, t)
 
-    def _is_new(self, name: str, t: torch.Tensor) -> bool:
-        """Whether the launch record does not hold this very tensor; what it held is forgotten.
-
-        So a tensor that is refused, or a record half rewritten, never passes for checked.
-        """
-        bound_to = self._planned().bound_to
-        if bound_to.get(name) == _signature(t):
-            return False
-        bound_to.pop(name, None)
-        return True
-
-    def _remember(self, name: str, t: torch.Tensor) -> None:
-        """Note that the launch record holds this tensor, which passed all checks."""
-        self._planned().bound_to[name] = _signature(t)
-
     def _launch(self) -> None:
         plan = self._planned()
-        device = plan.device.index
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        self._captured = self._captured or torch.cuda.is_current_stream_capturing()
         assert plan.kernel is not None
-        if torch.cuda.current_device() == device:
+        device = plan.device.index
+        self._captured = self._captured or torch.cuda.is_current_stream_capturing()
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        if torch._C._cuda_getDevice() == device:  # torch.cuda.current_device() without its checks
             plan.kernel.launch(plan.grid, plan.params_address, stream)
         else:
             with torch.cuda.device(device):
                 plan.kernel.launch(plan.grid, plan.params_address, stream)
 
     def _bind(self, inputs: Sequence[torch.Tensor]) -> bool:
-        """Check inputs that are new and write them into the launch record; whether any was."""
+        """Check inputs that are new and write them into the launch record; whether any moved."""
         raise NotImplementedError
 
     def _attend_on_cpu(
@@ -334,8 +333,3 @@ class BatchWrapper:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Check CPU inputs and return q, k, v, qo_indptr, kv_indptr."""
         raise NotImplementedError
-
-
-def _signature(t: torch.Tensor) -> tuple[object, ...]:
-    """Return what a launch record depends on of a tensor."""
-    return t.data_ptr(), t.shape, t.stride(), t.dtype, t.device

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashskip._options import refuse
+from flashskip._options import refusal
 from flashskip.policy.formula import check_number
 from flashskip.policy.values import plan_device
 
@@ -91,18 +91,18 @@ class SparsityController:
         check_number("slope", slope, above=0.0)
         check_number("gain", gain, above=0.0, most=1.0)
         check_number("tolerance", tolerance, least=0.0, most=1.0)
-        refuse(
-            (threshold is None) == (threshold_scale_factor is None),
-            f"threshold is {threshold} and threshold_scale_factor is {threshold_scale_factor}",
-            "exactly one of them",
-            "Pass the one that the plan shall take",
-        )
-        refuse(
-            threshold is not None and length_exponent != 1.0,
-            "length_exponent is given with threshold, where it has no effect",
-            "it with threshold_scale_factor only",
-            "Drop it",
-        )
+        if (threshold is None) == (threshold_scale_factor is None):
+            raise refusal(
+                f"threshold is {threshold} and threshold_scale_factor is {threshold_scale_factor}",
+                "exactly one of them",
+                "Pass the one that the plan shall take",
+            )
+        if threshold is not None and length_exponent != 1.0:
+            raise refusal(
+                "length_exponent is given with threshold, where it has no effect",
+                "it with threshold_scale_factor only",
+                "Drop it",
+            )
         if threshold is not None:
             name, start, most = "threshold", threshold, 1.0
             limits = limits or (1e-8, 1.0)
@@ -116,12 +116,12 @@ class SparsityController:
         check_number(name, start, above=0.0, most=most)
         for limit in limits:
             check_number("limits", limit, above=0.0, most=most)
-        refuse(
-            not limits[0] <= start <= limits[1],
-            f"{name} is {start} with limits {limits}",
-            "a start within them",
-            "Correct one",
-        )
+        if not limits[0] <= start <= limits[1]:
+            raise refusal(
+                f"{name} is {start} with limits {limits}",
+                "a start within them",
+                "Correct one",
+            )
         self._name = f"skip_softmax_{name}"
         self.target_sparsity = target_sparsity
         self._step, self._tolerance = gain * slope, tolerance
@@ -152,14 +152,19 @@ class SparsityController:
         ValueError
             If there are none, or their last dimension is not 2.
         """
-        refuse(not stats, "update() got no counters", "at least one tensor", "Pass wrapper.stats")
-        for counts in stats:
-            refuse(
-                counts.dim() == 0 or counts.shape[-1] != 2,
-                f"stats has shape {tuple(counts.shape)}",
-                "(..., 2): skipped and visited",
+        if not stats:
+            raise refusal(
+                "update() got no counters",
+                "at least one tensor",
                 "Pass wrapper.stats",
             )
+        for counts in stats:
+            if counts.dim() == 0 or counts.shape[-1] != 2:
+                raise refusal(
+                    f"stats has shape {tuple(counts.shape)}",
+                    "(..., 2): skipped and visited",
+                    "Pass wrapper.stats",
+                )
         total = torch.stack([s.reshape(-1, 2).sum(0) for s in stats]).sum(0).to(torch.float32)
         seen = total[1] > 0
         achieved = total[0] / total[1].clamp(min=1)

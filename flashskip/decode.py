@@ -18,8 +18,8 @@ from flashskip._checks import (
     check_tensor,
     check_vector,
 )
-from flashskip._options import PlanOptions, refuse, takes_plan_options
-from flashskip._plan import Plan, dtype_name, target_device, warn_of_overflow
+from flashskip._options import PlanOptions, refusal, takes_plan_options
+from flashskip._plan import NEW, SAME, Plan, dtype_name, target_device, warn_of_overflow
 from flashskip._wrapper import BatchWrapper
 from flashskip.geometry import Geometry
 from flashskip.variant import Variant
@@ -107,25 +107,31 @@ class BatchDecodeWrapper(BatchWrapper):
             No kernel has this combination; the message lists alternatives.
         """
         for name in ("causal", "order"):
-            refuse(
-                name in options,
-                f"{name} is given to decode, where it has no effect",
-                "it in prefill only",
-                f"Drop {name}",
-            )
+            if name in options:
+                raise refusal(
+                    f"{name} is given to decode, where it has no effect",
+                    "it in prefill only",
+                    f"Drop {name}",
+                )
         checked = PlanOptions(**options)
         group_size = check_heads(num_qo_heads, num_kv_heads)
         check_count("head_dim", head_dim)
         check_count("page_size", page_size)
         check_count("q_len_per_req", q_len_per_req)
-        refuse(q_len_per_req > 8, f"q_len_per_req is {q_len_per_req}", "1 to 8", "Use prefill")
+        if q_len_per_req > 8:
+            raise refusal(
+                f"q_len_per_req is {q_len_per_req}",
+                "1 to 8",
+                "Use prefill",
+            )
         batch_size = check_indptr("indptr", indptr)
         check_vector("indices", indices, None, device=indptr.device)
         check_vector("last_page_len", last_page_len, batch_size, device=indptr.device)
         reach = {}
         if indptr.device.type == "cpu":
             check_pages_contents(indptr, indices, last_page_len, page_size)
-            reach["indices"] = 1 + max(indices[: int(indptr[-1])].tolist(), default=-1)
+            used = indices[: int(indptr[-1])]
+            reach["indices"] = 1 + int(used.max()) if used.numel() else 0
         tensors = {"indptr": indptr, "indices": indices, "last_page_len": last_page_len}
         device = target_device(self._workspace, tensors)
         self._page_size, self._q_len_per_req = page_size, q_len_per_req
@@ -143,7 +149,7 @@ class BatchDecodeWrapper(BatchWrapper):
             reach=reach,
         )
         self._adopt(plan, stats_heads=num_kv_heads)
-        if indptr.device.type == "cpu":
+        if indptr.device.type == "cpu" and checked.threshold_is_factor:
             full = (indptr.diff() - 1).clamp(min=0) * page_size
             warn_of_overflow(checked, (full + last_page_len).where(indptr.diff() > 0, 0))
 
@@ -195,13 +201,13 @@ class BatchDecodeWrapper(BatchWrapper):
             A tensor does not match the plan, or requires a gradient.
         """
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-            refuse(
-                scale is not None,
-                f"{name} is given with a {self._planned().options.kv_dtype} cache, where it has "
-                f"no effect",
-                f"{name} with an FP8 cache only",
-                f"Drop {name}",
-            )
+            if scale is not None:
+                raise refusal(
+                    f"{name} is given with a {self._planned().options.kv_dtype} cache, "
+                    "where it has no effect",
+                    f"{name} with an FP8 cache only",
+                    f"Drop {name}",
+                )
         cache = (paged_kv_cache,) if isinstance(paged_kv_cache, torch.Tensor) else paged_kv_cache
         if not isinstance(cache, (tuple, list)):
             raise TypeError(
@@ -253,12 +259,13 @@ class BatchDecodeWrapper(BatchWrapper):
         if self._workspace is None:
             return self._keep("partial", (needed,), torch.uint8, device)
         size = self._workspace.numel() * self._workspace.element_size()
-        refuse(
-            size < needed or self._workspace.data_ptr() % 16 != 0,
-            f"float_workspace_buffer has {size} bytes at address {self._workspace.data_ptr():#x}",
-            f"at least {needed} bytes, 16-byte aligned",
-            "Pass a larger one, or None",
-        )
+        if size < needed or self._workspace.data_ptr() % 16 != 0:
+            raise refusal(
+                f"float_workspace_buffer has {size} bytes at address "
+                f"{self._workspace.data_ptr():#x}",
+                f"at least {needed} bytes, 16-byte aligned",
+                "Pass a larger one, or None",
+            )
         return self._workspace
 
     def _cache_views(
@@ -275,12 +282,12 @@ class BatchDecodeWrapper(BatchWrapper):
             check_tensor("paged_kv_cache", inputs[0], (None, 2, *dims), dtype, device)
             k, v = inputs[0][:, 0], inputs[0][:, 1]
         else:
-            refuse(
-                len(inputs) != 2,
-                f"paged_kv_cache has {len(inputs)} tensors",
-                "one 5-D tensor or a pair (k, v)",
-                "Pass one of these",
-            )
+            if len(inputs) != 2:
+                raise refusal(
+                    f"paged_kv_cache has {len(inputs)} tensors",
+                    "one 5-D tensor or a pair (k, v)",
+                    "Pass one of these",
+                )
             k, v = inputs
             check_tensor("paged_kv_cache[0]", k, (None, *dims), dtype, device)
             check_tensor("paged_kv_cache[1]", v, (k.shape[0], *dims), dtype, device)
@@ -294,15 +301,24 @@ class BatchDecodeWrapper(BatchWrapper):
 
     def _bind(self, inputs: Sequence[torch.Tensor]) -> bool:
         plan, q = self._planned(), inputs[0]
-        q_is_new = self._is_new("q", q)
-        if q_is_new:
-            self._check_q(q, plan.device)
+        q_change = plan.compare("q", q)
+        if q_change != SAME:
+            if q_change == NEW:
+                self._check_q(q, plan.device)
             self._set(q=q.data_ptr(), q_stride_token=q.stride(0), q_stride_head=q.stride(1))
-            self._remember("q", q)
-        new = [self._is_new(f"cache{i}", t) for i, t in enumerate(inputs[1:])]
-        if not any(new):
-            return q_is_new
-        k, v = self._cache_views(inputs[1:], plan.device)
+            plan.remember("q", q)
+        caches = list(zip(("cache0", "cache1", "cache2"), inputs[1:], strict=False))
+        changes = [plan.compare(name, t) for name, t in caches]  # forgets all that changed
+        if max(changes, default=NEW) == SAME:
+            return q_change != SAME
+        self._bind_cache(inputs[1:])
+        for name, t in caches:
+            plan.remember(name, t)
+        return True
+
+    def _bind_cache(self, cache: Sequence[torch.Tensor]) -> None:
+        plan = self._planned()
+        k, v = self._cache_views(cache, plan.device)
         check_reach("paged_kv_cache", k, "indices", plan.reach)
         self._set(num_pages=k.shape[0])
         if k.shape[0] == 0:  # legal: there is nothing to read, but maps and pointers need a page
@@ -316,9 +332,6 @@ class BatchDecodeWrapper(BatchWrapper):
             )
         if plan.variant.kv_path == "paged_tma":
             self._set(**_maps.decode_maps(plan.variant, k, v))
-        for i, t in enumerate(inputs[1:]):
-            self._remember(f"cache{i}", t)
-        return True
 
     def _as_ragged(
         self, inputs: Sequence[torch.Tensor], indices: Sequence[torch.Tensor]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashskip._checks import check_indptr, check_pages_contents, check_vector
-from flashskip._options import check_choice, refuse
+from flashskip._options import check_choice, refusal
 
 
 def append_paged_kv_cache(
@@ -48,12 +48,12 @@ def append_paged_kv_cache(
     batch_size = check_indptr("paged_kv_indptr", paged_kv_indptr)
     check_vector("paged_kv_indices", paged_kv_indices, None, device=k.device)
     check_vector("paged_kv_last_page_len", paged_kv_last_page_len, batch_size, device=k.device)
-    refuse(
-        k.shape[0] % (batch_size or k.shape[0] + 1) != 0 or k.shape[:2] != v.shape[:2],
-        f"k has shape {tuple(k.shape)} and v {tuple(v.shape)} for {batch_size} requests",
-        "the same multiple of batch_size in dimension 0",
-        "Pass the same number of new tokens for each request",
-    )
+    if k.shape[0] % (batch_size or k.shape[0] + 1) != 0 or k.shape[:2] != v.shape[:2]:
+        raise refusal(
+            f"k has shape {tuple(k.shape)} and v {tuple(v.shape)} for {batch_size} requests",
+            "the same multiple of batch_size in dimension 0",
+            "Pass the same number of new tokens for each request",
+        )
     if batch_size == 0:
         return
     if isinstance(paged_kv_cache, torch.Tensor):
@@ -63,13 +63,13 @@ def append_paged_kv_cache(
     if kv_layout == "HND":
         caches = (caches[0].transpose(1, 2), caches[1].transpose(1, 2))
     for cache, new in zip(caches, (k, v), strict=True):
-        refuse(
-            cache.dtype != new.dtype or cache.shape[2:] != new.shape[1:],
-            f"new tokens are {new.dtype} {tuple(new.shape)} for a cache {cache.dtype} "
-            f"{tuple(cache.shape)}",
-            "the cache's dtype, heads and head_dim",
-            "Convert them, or check kv_layout",
-        )
+        if cache.dtype != new.dtype or cache.shape[2:] != new.shape[1:]:
+            raise refusal(
+                f"new tokens are {new.dtype} {tuple(new.shape)} for a cache {cache.dtype} "
+                f"{tuple(cache.shape)}",
+                "the cache's dtype, heads and head_dim",
+                "Convert them, or check kv_layout",
+            )
     page_size = caches[0].shape[1]
     new_tokens = k.shape[0] // batch_size
     pages = paged_kv_indptr[1:] - paged_kv_indptr[:-1]
@@ -79,12 +79,12 @@ def append_paged_kv_cache(
             paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size, caches[0].shape[0]
         )
         short = (kv_len < new_tokens) | (pages < 1)
-        refuse(
-            bool(short.any()),
-            f"a request holds fewer than {new_tokens} tokens",
-            "a page table that includes the appended tokens",
-            "Update indptr and last_page_len before the append",
-        )
+        if bool(short.any()):
+            raise refusal(
+                f"a request holds fewer than {new_tokens} tokens",
+                "a page table that includes the appended tokens",
+                "Update indptr and last_page_len before the append",
+            )
     first = (kv_len - new_tokens).unsqueeze(1)
     position = first + torch.arange(new_tokens, dtype=torch.int32, device=k.device)
     entry = paged_kv_indptr[:-1].unsqueeze(1) + position // page_size

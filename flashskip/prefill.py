@@ -17,7 +17,7 @@ from flashskip._checks import (
     check_tensor,
 )
 from flashskip._options import PlanOptions, takes_plan_options
-from flashskip._plan import Plan, dtype_name, target_device, warn_of_overflow
+from flashskip._plan import NEW, SAME, Plan, dtype_name, target_device, warn_of_overflow
 from flashskip._wrapper import BatchWrapper
 from flashskip.errors import UnsupportedVariant
 from flashskip.variant import Variant
@@ -109,7 +109,7 @@ class BatchPrefillWrapper(BatchWrapper):
             reach={n: int(t[-1]) for n, t in indices.items() if t.device.type == "cpu"},
         )
         self._adopt(plan, stats_heads=num_qo_heads)
-        if kv_indptr.device.type == "cpu":
+        if kv_indptr.device.type == "cpu" and checked.threshold_is_factor:
             warn_of_overflow(checked, kv_indptr.diff())
 
     def plan_paged(self, *args: object, **options: object) -> None:
@@ -218,15 +218,16 @@ class BatchPrefillWrapper(BatchWrapper):
 
     def _bind(self, inputs: Sequence[torch.Tensor]) -> bool:
         plan = self._planned()
-        new = [self._is_new(name, t) for name, t in zip("qkv", inputs, strict=True)]
-        if not any(new):
-            return False
-        self._check_inputs(inputs, plan.device)
         q, k, v = inputs
+        change = max(plan.compare("q", q), plan.compare("k", k), plan.compare("v", v))
+        if change == SAME:
+            return False
+        if change == NEW:
+            self._check_inputs(inputs, plan.device)
         maps = _maps.prefill_maps(plan.variant, q, k, v)
         self._set(nnz_qo=q.shape[0], nnz_kv=k.shape[0], **maps)
         for name, t in zip("qkv", inputs, strict=True):
-            self._remember(name, t)
+            plan.remember(name, t)
         return True
 
     def _as_ragged(

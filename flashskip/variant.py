@@ -141,6 +141,7 @@ def _rules(v: Variant) -> Iterator[tuple[bool, str]]:
     yield skips or not v.bound, "bound"
 
 
+@cache
 def fault(v: Variant) -> str | None:
     """Name the first field that makes `v` unsupported, or None when it is supported."""
     domain = DOMAINS[v.op]

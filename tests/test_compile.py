@@ -73,8 +73,9 @@ def test_the_instructions_that_make_them_fast_are_there(sass):
         assert any(n.startswith(loads) for n in names), v.symbol
 
 
-def test_a_prefill_with_a_skip_test_votes_by_barrier_and_a_dense_one_does_not(sass):
+def test_a_dense_prefill_carries_nothing_of_the_vote(sass):
+    """The warps of a unit vote through one byte each in shared memory (csrc/vote.cuh)."""
     for v, names in sass.items():
         if v.op == "prefill":
-            votes = any(n.startswith("BAR.RED") for n in names)
+            votes = any(n.startswith("STS.U8") for n in names)
             assert votes == (v.skip == "threshold"), v.symbol

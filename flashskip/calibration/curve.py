@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flashskip._options import check_choice, refuse
+from flashskip._options import check_choice, refusal
 from flashskip.geometry import Geometry
 from flashskip.policy.formula import PHASES, check_number
 from flashskip.reference import SkipMap
@@ -61,15 +61,20 @@ class Curve:
     """
 
     def __init__(self, gaps: Tensor) -> None:
-        refuse(
-            gaps.dim() == 0 or gaps.shape[-1] != BINS or gaps.dtype != torch.int64,
-            f"gaps is {gaps.dtype} {tuple(gaps.shape)}",
-            f"int64 (..., {BINS})",
-            "Pass .gaps of a wrapper, or flashskip.calibration.histogram()",
-        )
+        if gaps.dim() == 0 or gaps.shape[-1] != BINS or gaps.dtype != torch.int64:
+            raise refusal(
+                f"gaps is {gaps.dtype} {tuple(gaps.shape)}",
+                f"int64 (..., {BINS})",
+                "Pass .gaps of a wrapper, or flashskip.calibration.histogram()",
+            )
         counts = gaps.reshape(-1, BINS).sum(0).cpu().numpy()
         total = int(counts.sum())
-        refuse(total == 0, "gaps holds no decisions", "at least one", "Measure a longer text")
+        if total == 0:
+            raise refusal(
+                "gaps holds no decisions",
+                "at least one",
+                "Measure a longer text",
+            )
         # share[k]: what is skipped at a threshold of 2**edges[k].
         self._edges = LOWEST + np.arange(BINS) / BINS_PER_UNIT
         self._share = np.concatenate([[0], np.cumsum(counts)[: BINS - 1]]) / total

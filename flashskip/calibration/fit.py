@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flashskip._options import refuse
+from flashskip._options import refusal
 from flashskip.calibration.curve import Measurement
 from flashskip.geometry import ORDERS
 from flashskip.policy import PHASES, Coefficients, SkipSoftmaxConfig
@@ -108,12 +108,12 @@ def fit(
             log2_threshold = curve.log2_threshold(target)
             if log2_threshold is not None:
                 points.append((target, measurement.kv_len, log2_threshold * math.log(2)))
-    refuse(
-        len(points) < _FEWEST_POINTS or len({target for target, _, _ in points}) < 2,
-        f"the measurements reach {len(points)} of the targets",
-        f"at least {_FEWEST_POINTS} points at several targets",
-        "Measure more or longer texts",
-    )
+    if len(points) < _FEWEST_POINTS or len({target for target, _, _ in points}) < 2:
+        raise refusal(
+            f"the measurements reach {len(points)} of the targets",
+            f"at least {_FEWEST_POINTS} points at several targets",
+            "Measure more or longer texts",
+        )
     tau, lengths, log_thresholds = np.array(points, dtype=np.float64).T
     if length_exponent is None and lengths.max() < _LENGTH_RATIO * lengths.min():
         length_exponent = 1.0
@@ -126,12 +126,12 @@ def fit(
         known = -length_exponent * np.log(lengths)
     design, observed = np.stack(columns, 1), log_thresholds - known
     solution = np.linalg.lstsq(design, observed, rcond=None)[0]
-    refuse(
-        length_exponent is None and solution[2] < 0,
-        f"the fitted exponent of the length is {solution[-1]:.2f}: longer texts skipped less",
-        "at least 0",
-        "Measure more texts at each length, or pass length_exponent=1.0",
-    )
+    if length_exponent is None and solution[2] < 0:
+        raise refusal(
+            f"the fitted exponent of the length is {solution[-1]:.2f}: longer texts skipped less",
+            "at least 0",
+            "Measure more texts at each length, or pass length_exponent=1.0",
+        )
     residuals = observed - design @ solution
     spread = float(((observed - observed.mean()) ** 2).sum())
     log_a, b = (float(x) for x in solution[:2])
@@ -156,22 +156,27 @@ def fit(
 
 def _check_alike(measurements: Sequence[Measurement]) -> None:
     """Refuse to pool what does not belong together."""
-    refuse(not measurements, "there are no measurements", "at least one", "Measure some texts")
+    if not measurements:
+        raise refusal(
+            "there are no measurements",
+            "at least one",
+            "Measure some texts",
+        )
     first = measurements[0]
     for other in measurements:
-        refuse(
-            other.phase != first.phase,
-            f"{first.text!r} is {first.phase} and {other.text!r} is {other.phase}",
-            "one phase",
-            "Use calibrate(), which fits each phase",
-        )
-        refuse(
-            differs(first.geometry, other.geometry),
-            f"{first.text!r} was measured in ({describe(first.geometry)}) and {other.text!r} in "
-            f"({describe(other.geometry)})",
-            "one geometry",
-            "Measure all texts with the same kernels",
-        )
+        if other.phase != first.phase:
+            raise refusal(
+                f"{first.text!r} is {first.phase} and {other.text!r} is {other.phase}",
+                "one phase",
+                "Use calibrate(), which fits each phase",
+            )
+        if differs(first.geometry, other.geometry):
+            raise refusal(
+                f"{first.text!r} was measured in ({describe(first.geometry)}) and "
+                f"{other.text!r} in ({describe(other.geometry)})",
+                "one geometry",
+                "Measure all texts with the same kernels",
+            )
 
 
 def calibrate(
@@ -192,7 +197,12 @@ def calibrate(
         By phase.
     """
     everything = list(measurements)
-    refuse(not everything, "there are no measurements", "at least one", "Measure some texts")
+    if not everything:
+        raise refusal(
+            "there are no measurements",
+            "at least one",
+            "Measure some texts",
+        )
     by_phase = {p: [m for m in everything if m.phase == p] for p in PHASES}
     return {p: fit(ms, length_exponent=length_exponent) for p, ms in by_phase.items() if ms}
 
@@ -224,12 +234,12 @@ def misses(
     found = []
     for measurement in measurements:
         measured_in = coefficients.measured_in
-        refuse(
-            measured_in is not None and differs(measured_in, measurement.geometry),
-            f"{measurement.text!r} was measured in ({describe(measurement.geometry)})",
-            f"the geometry of the coefficients ({measured_in and describe(measured_in)})",
-            "Measure it with the same kernels",
-        )
+        if measured_in is not None and differs(measured_in, measurement.geometry):
+            raise refusal(
+                f"{measurement.text!r} was measured in ({describe(measurement.geometry)})",
+                f"the geometry of the coefficients ({measured_in and describe(measured_in)})",
+                "Measure it with the same kernels",
+            )
         for target in targets:
             threshold = coefficients.threshold(target, measurement.kv_len)
             achieved = measurement.curve.sparsity(math.log2(min(threshold, 1.0)))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flashskip import reference
-from flashskip._options import check_choice, refuse
+from flashskip._options import check_choice, refusal
 from flashskip.calibration.curve import Measurement, histogram
 from flashskip.geometry import Geometry
 from flashskip.policy import PHASES
@@ -57,7 +57,12 @@ def measure(
     steps = decode_steps if "decode" in phases else 0
     for name, tokens in texts:
         length = tokens.shape[1] - steps
-        refuse(length < 1, f"{name} has {tokens.shape[1]} tokens", f"over {steps}", "Take more")
+        if length < 1:
+            raise refusal(
+                f"{name} has {tokens.shape[1]} tokens",
+                f"over {steps}",
+                "Take more",
+            )
         recorder = _Recorder(phases)
         with torch.no_grad(), _attention(model, recorder):
             _run(model, tokens.to(model.device), length)
@@ -112,12 +117,12 @@ class _Recorder:
 
     def gaps(self, phase: str) -> Tensor:
         """Histograms ``[layers, heads, 256]``, layers in order of first use."""
-        refuse(
-            not self._gaps[phase],
-            f"no attention layer ran in {phase}",
-            "a model whose attention goes through transformers' AttentionInterface",
-            "Use another model",
-        )
+        if not self._gaps[phase]:
+            raise refusal(
+                f"no attention layer ran in {phase}",
+                "a model whose attention goes through transformers' AttentionInterface",
+                "Use another model",
+            )
         return torch.stack(list(self._gaps[phase].values()))
 
     def __call__(

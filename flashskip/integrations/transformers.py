@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flashskip._options import refuse
+from flashskip._options import refusal
 from flashskip.errors import UnsupportedVariant
 from flashskip.integrations._masks import AttentionMask, attention_mask
 from flashskip.integrations._phases import Decode, Phase, Prefill
@@ -87,18 +87,18 @@ class FlashSkipAttention:
         self, config: SkipSoftmaxConfig, model: nn.Module | None, collect_stats: bool
     ) -> None:
         sources = (config.threshold, config.threshold_scale_factor, config.target_sparsity)
-        refuse(
-            collect_stats and all(source is None for source in sources),
-            "collect_stats is set and config skips nothing",
-            "a threshold, factor or target",
-            "Pass config=SkipSoftmaxConfig(threshold=0.0) to count without skipping",
-        )
-        refuse(
-            bool(config.ignore) and model is None,
-            f"config.ignore names {config.ignore[:1]} and model is None",
-            "the model whose layers these are",
-            "Pass model=model, after loading it",
-        )
+        if collect_stats and all(source is None for source in sources):
+            raise refusal(
+                "collect_stats is set and config skips nothing",
+                "a threshold, factor or target",
+                "Pass config=SkipSoftmaxConfig(threshold=0.0) to count without skipping",
+            )
+        if bool(config.ignore) and model is None:
+            raise refusal(
+                f"config.ignore names {config.ignore[:1]} and model is None",
+                "the model whose layers these are",
+                "Pass model=model, after loading it",
+            )
         self.config = config
         self._collect_stats = collect_stats
         self._layers: weakref.WeakKeyDictionary[nn.Module, dict[str, Phase]] = (

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flashskip._options import refuse
+from flashskip._options import refusal
 from flashskip.policy.formula import Coefficients
 from flashskip.policy.stored import read_coefficients, write_coefficients
 from flashskip.policy.values import checked_names, mapping, parse_json, plain
@@ -44,12 +44,12 @@ def read(source: Source, *, gate_given: bool) -> dict[str | None, dict[str, Any]
     if path.is_file() or (path / "config.json").is_file():
         return {None: _read_config(_load(path), gate_given)}
     parts = _pipeline_parts(path)
-    refuse(
-        not parts,
-        f"{path} holds no config.json, nor do its folders with a {KEY}",
-        "a model folder or a diffusion pipeline with calibrated parts",
-        "Correct the path, or pass threshold instead of a calibration",
-    )
+    if not parts:
+        raise refusal(
+            f"{path} holds no config.json, nor do its folders with a {KEY}",
+            "a model folder or a diffusion pipeline with calibrated parts",
+            "Correct the path, or pass threshold instead of a calibration",
+        )
     return {
         name: None if config is None else _read_config(config, gate_given, diffusion=True)
         for name, config in parts.items()
@@ -74,12 +74,12 @@ def _read_config(
 ) -> dict[str, Any]:
     """Return the fields of one component's configuration."""
     known = (KEY, "config_groups", "threshold_scale_factor")
-    refuse(
-        not any(key in config for key in known),
-        f"the checkpoint's config has no {KEY}",
-        "a calibrated checkpoint",
-        "Run `flashskip calibrate`, or pass threshold or threshold_scale_factor",
-    )
+    if not any(key in config for key in known):
+        raise refusal(
+            f"the checkpoint's config has no {KEY}",
+            "a calibrated checkpoint",
+            "Run `flashskip calibrate`, or pass threshold or threshold_scale_factor",
+        )
     sparse = mapping(KEY, config.get(KEY, config))
     group = _skip_softmax_group(sparse)
     formula = group.get("threshold_scale_factor", sparse.get("threshold_scale_factor"))
@@ -87,9 +87,9 @@ def _read_config(
     coefficients = read_coefficients(formula, own)
     diffusion |= "_class_name" in config or "_diffusers_version" in config
     diffusion |= isinstance(coefficients, Coefficients)
-    if "initial_disabled_steps" in group and group.get("disabled_until_timestep") is None:
-        refuse(
-            not gate_given,
+    gated = gate_given or group.get("disabled_until_timestep") is not None
+    if "initial_disabled_steps" in group and not gated:
+        raise refusal(
             f"initial_disabled_steps is {group['initial_disabled_steps']} without "
             "disabled_until_timestep: how far a number of steps goes depends on the schedule",
             "disabled_until_timestep",
@@ -115,19 +115,19 @@ def _skip_softmax_group(sparse: Mapping[str, Any]) -> Mapping[str, Any]:
         given = mapping("config_groups", sparse["config_groups"])
         groups = [mapping(f"config_groups[{name!r}]", group) for name, group in given.items()]
         groups = [group for group in groups if _algorithm(group) in _ALGORITHMS]
-    refuse(
-        len(groups) != 1,
-        f"config_groups has {len(groups)} groups with algorithm skip_softmax",
-        "one",
-        "Correct the checkpoint, or pass threshold instead",
-    )
+    if len(groups) != 1:
+        raise refusal(
+            f"config_groups has {len(groups)} groups with algorithm skip_softmax",
+            "one",
+            "Correct the checkpoint, or pass threshold instead",
+        )
     unknown = sorted(set(groups[0]) - _GROUP_KEYS)
-    refuse(
-        bool(unknown),
-        f"the skip_softmax group has the key {', '.join(map(repr, unknown))}",
-        f"only {', '.join(sorted(_GROUP_KEYS))}",
-        "Remove it, or pass threshold instead of the checkpoint's calibration",
-    )
+    if bool(unknown):
+        raise refusal(
+            f"the skip_softmax group has the key {', '.join(map(repr, unknown))}",
+            f"only {', '.join(sorted(_GROUP_KEYS))}",
+            "Remove it, or pass threshold instead of the checkpoint's calibration",
+        )
     return groups[0]
 
 
@@ -145,20 +145,20 @@ def write(config: SkipSoftmaxConfig) -> dict[str, Any]:
     from flashskip import __version__
 
     coefficients = config.coefficients
-    refuse(
-        coefficients is None or config.components != {},
-        "the configuration has no coefficients of its own",
-        "calibrated coefficients: the only thing that a checkpoint stores",
-        "Calibrate, write components with write_checkpoint(), or use to_tensorrt_llm()",
-    )
+    if coefficients is None or config.components != {}:
+        raise refusal(
+            "the configuration has no coefficients of its own",
+            "calibrated coefficients: the only thing that a checkpoint stores",
+            "Calibrate, write components with write_checkpoint(), or use to_tensorrt_llm()",
+        )
     assert coefficients is not None
     for name in ("threshold", "threshold_scale_factor"):
-        refuse(
-            getattr(config, name) is not None,
-            f"{name} is given, which a checkpoint has no key for",
-            "target_sparsity",
-            "Drop it, or use to_tensorrt_llm() or to_vllm_omni()",
-        )
+        if getattr(config, name) is not None:
+            raise refusal(
+                f"{name} is given, which a checkpoint has no key for",
+                "target_sparsity",
+                "Drop it, or use to_tensorrt_llm() or to_vllm_omni()",
+            )
     formula, own = write_coefficients(coefficients)
     group: dict[str, Any] = {"algorithm": "skip_softmax", "threshold_scale_factor": formula}
     for name in ("targets", "ignore", "target_sparsity", "disabled_until_timestep"):
@@ -195,5 +195,10 @@ def _load(path: Path) -> dict[str, Any]:
     """Parse a ``config.json``, given as the file or as its folder."""
     file = path / "config.json" if path.is_dir() else path
     loaded = parse_json(file)
-    refuse(not isinstance(loaded, dict), f"{file} holds no object", "an object", "Correct the file")
-    return loaded  # type: ignore[no-any-return]
+    if not isinstance(loaded, dict):
+        raise refusal(
+            f"{file} holds no object",
+            "an object",
+            "Correct the file",
+        )
+    return loaded

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from flashskip._options import OVERFLOWS, check_choice, refuse
+from flashskip._options import OVERFLOWS, check_choice, refusal
 from flashskip.geometry import ORDERS, Geometry
 from flashskip.policy import checkpoint as _checkpoint
 from flashskip.policy import engines as _engines
@@ -113,21 +113,23 @@ class SkipSoftmaxConfig:
         check_choice("order", self.order, (None, *ORDERS))
         for phase in PHASES:
             given = [n for n in SOURCES if of_phase(getattr(self, n), phase) is not None]
-            refuse(
-                len(given) > 1,
-                f"{' and '.join(given)} are both given for {phase}",
-                "one source of the threshold for a phase",
-                "Drop one of them",
-            )
-        refuse(
+            if len(given) > 1:
+                raise refusal(
+                    f"{' and '.join(given)} are both given for {phase}",
+                    "one source of the threshold for a phase",
+                    "Drop one of them",
+                )
+        if (
             self.overflow is not None
             and self.threshold_scale_factor is None
             and self.target_sparsity is None
-            and self.coefficients is None,
-            "overflow is given without a scale factor or a target, where it has no effect",
-            "overflow only with threshold_scale_factor or target_sparsity",
-            "Drop overflow",
-        )
+            and self.coefficients is None
+        ):
+            raise refusal(
+                "overflow is given without a scale factor or a target, where it has no effect",
+                "overflow only with threshold_scale_factor or target_sparsity",
+                "Drop overflow",
+            )
         object.__setattr__(self, "components", dict(self.components))
         if self.components:
             self._check_components()
@@ -180,12 +182,12 @@ class SkipSoftmaxConfig:
             return {}
         name, value, rest = source
         if self.disabled_until_timestep is not None:
-            refuse(
-                batch_size is None,
-                "batch_size is None with disabled_until_timestep, whose threshold is a tensor",
-                "the number of requests of the plan",
-                "Pass batch_size",
-            )
+            if batch_size is None:
+                raise refusal(
+                    "batch_size is None with disabled_until_timestep, whose threshold is a tensor",
+                    "the number of requests of the plan",
+                    "Pass batch_size",
+                )
             assert batch_size is not None
             value = DenoiseProgress.current().live(
                 self.disabled_until_timestep, value, batch_size, plan_device(device)
@@ -386,12 +388,12 @@ class SkipSoftmaxConfig:
     def _is_ignored(self, layer: str | None, component: str | None) -> bool:
         if not self.ignore:
             return False
-        refuse(
-            layer is None,
-            "layer is None and ignore names layers to keep dense",
-            "the name of the layer",
-            "Pass layer",
-        )
+        if layer is None:
+            raise refusal(
+                "layer is None and ignore names layers to keep dense",
+                "the name of the layer",
+                "Pass layer",
+            )
         assert layer is not None
         return matches(layer, component, self.ignore)
 
@@ -411,4 +413,9 @@ class SkipSoftmaxConfig:
                     "into the configuration of the components."
                 )
         nested = [name for name, part in self.components.items() if part.components]
-        refuse(bool(nested), f"component {nested} has components", "one level", "Flatten them")
+        if bool(nested):
+            raise refusal(
+                f"component {nested} has components",
+                "one level",
+                "Flatten them",
+            )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flashskip._options import refuse
+from flashskip._options import refusal
 from flashskip.policy.values import parse_json, plain
 
 if TYPE_CHECKING:
@@ -30,18 +30,18 @@ def read_tensorrt_llm(source: Source) -> dict[str, Any]:
     spec = spec.get("attention_config", spec)  # VisualGen nests once more
     spec = spec.get("sparse_attention_config", spec)
     spec = {k: v for k, v in spec.items() if v is not None and v is not False}  # defaults
-    refuse(
-        "algorithm" not in spec,
-        f"sparse_attention_config has the keys {sorted(spec)}",
-        "algorithm: skip_softmax among them",
-        "Add it, or pass the part of the file that holds it",
-    )
-    refuse(
-        spec["algorithm"] != "skip_softmax",
-        f"algorithm is {spec['algorithm']!r}",
-        "'skip_softmax'",
-        "Other sparse attention is not this library's",
-    )
+    if "algorithm" not in spec:
+        raise refusal(
+            f"sparse_attention_config has the keys {sorted(spec)}",
+            "algorithm: skip_softmax among them",
+            "Add it, or pass the part of the file that holds it",
+        )
+    if spec["algorithm"] != "skip_softmax":
+        raise refusal(
+            f"algorithm is {spec['algorithm']!r}",
+            "'skip_softmax'",
+            "Other sparse attention is not this library's",
+        )
     _refuse_unknown("sparse_attention_config", spec, _TENSORRT_LLM_KEYS)
     fields = {key: value for key, value in spec.items() if key != "algorithm"}
     factor = fields.get("threshold_scale_factor")
@@ -70,24 +70,24 @@ def read_vllm_omni(source: Source, role: str | None) -> dict[str, Any]:
     spec = _load(source)
     if "default" in spec or "per_role" in spec:
         roles = spec.get("per_role") or {}
-        refuse(
-            role is not None and role not in roles and "default" not in spec,
-            f"role is {role!r}",
-            f"one of {sorted(roles)}, as there is no default",
-            "Correct the role",
-        )
+        if role is not None and role not in roles and "default" not in spec:
+            raise refusal(
+                f"role is {role!r}",
+                f"one of {sorted(roles)}, as there is no default",
+                "Correct the role",
+            )
         # An entry for a role replaces the whole default.
         spec = roles[role] if role in roles else spec.get("default") or {"skip_softmax": None}
     if "backend" in spec or "skip_softmax" in spec:
         spec = spec.get("skip_softmax") or {}
     _refuse_unknown("skip_softmax", spec, _VLLM_OMNI_KEYS)
     given = {key: spec.get(key) for key in _VLLM_OMNI_KEYS}
-    refuse(
-        given["threshold"] is not None and given["target_sparsity"] is not None,
-        "skip_softmax has threshold and target_sparsity",
-        "one of them",
-        "Drop one",
-    )
+    if given["threshold"] is not None and given["target_sparsity"] is not None:
+        raise refusal(
+            "skip_softmax has threshold and target_sparsity",
+            "one of them",
+            "Drop one",
+        )
     if given["disabled_until_timestep"] == 0:  # there, 0 is no gate
         given["disabled_until_timestep"] = None
     if given["target_sparsity"] is not None:
@@ -105,21 +105,21 @@ def write_vllm_omni(config: SkipSoftmaxConfig) -> dict[str, Any]:
     spec: dict[str, Any] = {}
     for name in ("threshold", "target_sparsity"):
         value = getattr(config, name)
-        refuse(
-            isinstance(value, Mapping),
-            f"{name} is {value!r}, and vLLM-Omni knows no phases",
-            "a number",
-            f"Pass {name} as a number",
-        )
+        if isinstance(value, Mapping):
+            raise refusal(
+                f"{name} is {value!r}, and vLLM-Omni knows no phases",
+                "a number",
+                f"Pass {name} as a number",
+            )
         if value is not None:
             spec[name] = value
     gate = config.disabled_until_timestep
-    refuse(
-        gate == 0.0,
-        "disabled_until_timestep is 0.0, which means no gate to vLLM-Omni",
-        "None or a value > 0",
-        "Drop it, or close the gate with the smallest timestep of the schedule",
-    )
+    if gate == 0.0:
+        raise refusal(
+            "disabled_until_timestep is 0.0, which means no gate to vLLM-Omni",
+            "None or a value > 0",
+            "Drop it, or close the gate with the smallest timestep of the schedule",
+        )
     spec["disabled_until_timestep"] = 0.0 if gate is None else gate
     return spec
 
@@ -140,52 +140,52 @@ def _load(source: Source) -> Mapping[str, Any]:
         loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
     else:
         loaded = parse_json(path)
-    refuse(
-        not isinstance(loaded, Mapping),
-        f"{path} holds a {type(loaded).__name__}",
-        "a mapping",
-        "Correct the file",
-    )
-    return loaded  # type: ignore[no-any-return]
+    if not isinstance(loaded, Mapping):
+        raise refusal(
+            f"{path} holds a {type(loaded).__name__}",
+            "a mapping",
+            "Correct the file",
+        )
+    return loaded
 
 
 def _refuse_unknown(where: str, spec: Mapping[str, Any], known: set[str]) -> None:
     unknown = sorted(set(spec) - known)
-    refuse(
-        bool(unknown),
-        f"{where} has the key {', '.join(map(repr, unknown))}",
-        f"only {', '.join(sorted(known))}",
-        "Remove it",
-    )
+    if bool(unknown):
+        raise refusal(
+            f"{where} has the key {', '.join(map(repr, unknown))}",
+            f"only {', '.join(sorted(known))}",
+            "Remove it",
+        )
 
 
 def _refuse_fields(
     config: SkipSoftmaxConfig, engine: str, names: tuple[str, ...], advice: str
 ) -> None:
     for name in names:
-        refuse(
-            bool(getattr(config, name)) or isinstance(getattr(config, name), float),
-            f"{name} is given, which {engine} has no spelling for",
-            f"a configuration without {name}",
-            advice,
-        )
+        if bool(getattr(config, name)) or isinstance(getattr(config, name), float):
+            raise refusal(
+                f"{name} is given, which {engine} has no spelling for",
+                f"a configuration without {name}",
+                advice,
+            )
 
 
 def _refuse_ignore(config: SkipSoftmaxConfig, engine: str) -> None:
     """Refuse patterns that no checkpoint would carry to the engine."""
-    refuse(
-        bool(config.ignore) and config.coefficients is None,
-        f"ignore is given without coefficients, and {engine} reads it from a checkpoint only",
-        "a configuration without ignore",
-        "Drop it",
-    )
+    if bool(config.ignore) and config.coefficients is None:
+        raise refusal(
+            f"ignore is given without coefficients, and {engine} reads it from a checkpoint only",
+            "a configuration without ignore",
+            "Drop it",
+        )
 
 
 def _refuse_dense_overflow(config: SkipSoftmaxConfig, engine: str) -> None:
     """Refuse what would skip nothing here and everything it can there."""
-    refuse(
-        config.overflow == "dense",
-        f"overflow is 'dense', which {engine} has no spelling for",
-        "None or 'clamp'",
-        "Drop it",
-    )
+    if config.overflow == "dense":
+        raise refusal(
+            f"overflow is 'dense', which {engine} has no spelling for",
+            "None or 'clamp'",
+            "Drop it",
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from flashskip._options import refuse
+from flashskip._options import refusal
 from flashskip.geometry import Geometry
 
 PHASES = ("prefill", "decode")
@@ -70,12 +70,12 @@ class Coefficients:
             low, high = given
             check_number(name, low)
             check_number(name, high)
-            refuse(
-                not 0 <= low <= high <= most,
-                f"{name} is {given}",
-                f"a lower and an upper limit, 0 to {most:g}",
-                "Correct the calibration",
-            )
+            if not 0 <= low <= high <= most:
+                raise refusal(
+                    f"{name} is {given}",
+                    f"a lower and an upper limit, 0 to {most:g}",
+                    "Correct the calibration",
+                )
             object.__setattr__(self, name, (low, high))
 
     def factor(self, target_sparsity: float) -> float:
@@ -94,19 +94,20 @@ class Coefficients:
         check_number("target_sparsity", target_sparsity, least=0.0, below=1.0)
         if self.sparsity_range is not None:
             low, high = self.sparsity_range
-            refuse(
-                not low <= target_sparsity <= high,
-                f"target_sparsity is {target_sparsity:g}, outside what the calibration has seen",
-                f"{low:g} to {high:g}",
-                "Choose such a target, calibrate for more, or pass threshold instead",
-            )
+            if not low <= target_sparsity <= high:
+                raise refusal(
+                    f"target_sparsity is {target_sparsity:g}, "
+                    "outside what the calibration has seen",
+                    f"{low:g} to {high:g}",
+                    "Choose such a target, calibrate for more, or pass threshold instead",
+                )
         exponent = math.log(self.a) + self.b * target_sparsity
-        refuse(
-            exponent > math.log(3e38),  # the largest float32
-            f"a * exp(b * target_sparsity) is exp({exponent:g})",
-            "a factor that fits in float32",
-            "Correct the coefficients",
-        )
+        if exponent > math.log(3e38):
+            raise refusal(
+                f"a * exp(b * target_sparsity) is exp({exponent:g})",
+                "a factor that fits in float32",
+                "Correct the coefficients",
+            )
         return math.exp(exponent)
 
     def threshold(self, target_sparsity: float, kv_len: float) -> float:
@@ -148,10 +149,10 @@ def check_number(
     bounds += [f">= {least:g}"] if least > -math.inf else []
     bounds += [f"<= {most:g}"] if most < math.inf else []
     bounds += [f"< {below:g}"] if below < math.inf else []
-    refuse(
-        not (math.isfinite(number) and above < number < below and least <= number <= most),
-        f"{name} is {value!r}",
-        " ".join(["a finite number", " and ".join(bounds)]).strip(),
-        "Correct the value",
-    )
+    if not (math.isfinite(number) and above < number < below and least <= number <= most):
+        raise refusal(
+            f"{name} is {value!r}",
+            " ".join(["a finite number", " and ".join(bounds)]).strip(),
+            "Correct the value",
+        )
     return number

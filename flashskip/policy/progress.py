@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flashskip._options import refuse
+from flashskip._options import refusal
 from flashskip.policy.formula import check_number
 
 TOLERANCE = 1e-6  # both sides are float32: a timestep that equals the gate is sparse
@@ -93,12 +93,12 @@ class DenoiseProgress:
         t = self.timestep
         limit = np.float32(np.float32(gate) + np.float32(TOLERANCE))
         if isinstance(t, Tensor):
-            refuse(
-                t.numel() not in (1, live.shape[0]),
-                f"timestep has {t.numel()} elements",
-                f"1 or {live.shape[0]}, one per request",
-                "Record one timestep per request of the batch",
-            )
+            if t.numel() not in (1, live.shape[0]):
+                raise refusal(
+                    f"timestep has {t.numel()} elements",
+                    f"1 or {live.shape[0]}, one per request",
+                    "Record one timestep per request of the batch",
+                )
             # On the device, without waiting; a NaN is dense.
             live.copy_((t <= float(limit)).to(torch.float32).reshape(-1) * value)
         else:
@@ -152,21 +152,22 @@ def record_denoise_step(
     """
     divisors = [n for n in (scheduler, num_train_timesteps) if n is not None]
     if normalized_timestep is not None:
-        refuse(
-            timestep is not None or bool(divisors),
-            "normalized_timestep is given together with timestep, scheduler or num_train_timesteps",
-            "one source of the timestep",
-            "Drop normalized_timestep, or all the others",
-        )
+        if timestep is not None or bool(divisors):
+            raise refusal(
+                "normalized_timestep is given together with timestep, scheduler or "
+                "num_train_timesteps",
+                "one source of the timestep",
+                "Drop normalized_timestep, or all the others",
+            )
         DenoiseProgress.current().record(step_idx, _checked(normalized_timestep, 1))
         return
-    refuse(
-        len(divisors) != (timestep is not None),
-        f"timestep is {'missing' if timestep is None else 'given'} with {len(divisors)} of "
-        "scheduler and num_train_timesteps",
-        "timestep with exactly one of them",
-        "Pass timestep=t, scheduler=scheduler, or normalized_timestep=t alone",
-    )
+    if len(divisors) != (timestep is not None):
+        raise refusal(
+            f"timestep is {'missing' if timestep is None else 'given'} with {len(divisors)} of "
+            "scheduler and num_train_timesteps",
+            "timestep with exactly one of them",
+            "Pass timestep=t, scheduler=scheduler, or normalized_timestep=t alone",
+        )
     if scheduler is not None:
         num_train_timesteps = _num_train_timesteps(scheduler)
     if timestep is not None:
@@ -191,10 +192,10 @@ def _checked(t: float | Tensor, divisor: int) -> float | Tensor:
     if isinstance(t, Tensor) and (t.device.type != "cpu" or t.numel() > 1):
         return t.detach().to(torch.float32) / divisor
     normalized = float(t) / divisor
-    refuse(
-        not 0 <= normalized <= 1,
-        f"the normalized timestep is {normalized:g}",
-        "0 to 1, from the end of sampling to pure noise",
-        "Check the scale of timestep, or pass normalized_timestep",
-    )
+    if not 0 <= normalized <= 1:
+        raise refusal(
+            f"the normalized timestep is {normalized:g}",
+            "0 to 1, from the end of sampling to pure noise",
+            "Check the scale of timestep, or pass normalized_timestep",
+        )
     return normalized

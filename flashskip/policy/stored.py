@@ -7,13 +7,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from flashskip._options import refuse
+from flashskip._options import refusal
 from flashskip.geometry import Geometry
 from flashskip.policy.formula import PHASES, Coefficients, check_number
 from flashskip.policy.values import mapping
 
 PLAIN = "a * exp(b * target_sparsity)"
-# As a factor that is divided by the length: others, who cannot evaluate it, refuse it.
+# As a factor that is divided by the length: others, who cannot evaluate it, refusal it.
 WITH_EXPONENT = "a * exp(b * target_sparsity) * kv_len**(1 - c)"
 _LOGARITHMIC = "exp(log_a + b * target_sparsity)"
 _FORMULAS = {
@@ -29,26 +29,26 @@ _ABOUT_ELSEWHERE = {"fit_logspace", "min_observed_sparsity", "max_observed_spars
 def read_coefficients(given: Any, own: Mapping[str, Any]) -> Coefficients | dict[str, Coefficients]:
     """Read ``threshold_scale_factor``: a formula from a list, and its coefficients."""
     alternative = "Pass threshold or threshold_scale_factor instead of the calibration"
-    refuse(
-        not isinstance(given, Mapping),
-        f"the checkpoint's threshold_scale_factor is {given!r}",
-        "a mapping with formula and coefficients",
-        alternative,
-    )
+    if not isinstance(given, Mapping):
+        raise refusal(
+            f"the checkpoint's threshold_scale_factor is {given!r}",
+            "a mapping with formula and coefficients",
+            alternative,
+        )
     formula = _known_formula(given.get("formula", PLAIN))
     names = [key for key in given if key != "formula"]
-    refuse(
-        not names or any(name not in (*PHASES, "coefficients") for name in names),
-        f"threshold_scale_factor has the keys {sorted(given)}",
-        "formula, and coefficients or prefill and decode",
-        alternative,
-    )
-    refuse(
-        "coefficients" in names and len(names) > 1,
-        "threshold_scale_factor has coefficients and phases",
-        "one or the other",
-        alternative,
-    )
+    if not names or any(name not in (*PHASES, "coefficients") for name in names):
+        raise refusal(
+            f"threshold_scale_factor has the keys {sorted(given)}",
+            "formula, and coefficients or prefill and decode",
+            alternative,
+        )
+    if "coefficients" in names and len(names) > 1:
+        raise refusal(
+            "threshold_scale_factor has coefficients and phases",
+            "one or the other",
+            alternative,
+        )
     read = {
         name: _read_phase(name, formula, given[name], own.get(name), bool(own)) for name in names
     }
@@ -72,23 +72,24 @@ def _read_phase(
     where = f"threshold_scale_factor[{phase!r}]"
     found = set(given) - _ABOUT_ELSEWHERE if isinstance(given, Mapping) else set()
     wanted = _FORMULAS[formula]
-    refuse(
-        found not in wanted,
-        f"{where} is {given!r}",
-        " or ".join("{" + ", ".join(sorted(names)) + "}" for names in wanted) + f" for {formula}",
-        "Correct the coefficients, or pass threshold or threshold_scale_factor instead",
-    )
+    if found not in wanted:
+        raise refusal(
+            f"{where} is {given!r}",
+            " or ".join("{" + ", ".join(sorted(names)) + "}" for names in wanted)
+            + f" for {formula}",
+            "Correct the coefficients, or pass threshold or threshold_scale_factor instead",
+        )
     for name in found:
         check_number(f"{where}[{name!r}]", given[name])
     a = given.get("a")
     if "log_a" in found:
         log_a = check_number(f"{where}['log_a']", given["log_a"], least=-700.0, most=88.0)
-        refuse(
-            a is not None and not math.isclose(a, math.exp(log_a), rel_tol=1e-6),
-            f"{where} has a = {a} and log_a = {log_a}, which contradict each other",
-            "log_a = ln(a)",
-            "Drop one of them",
-        )
+        if a is not None and not math.isclose(a, math.exp(log_a), rel_tol=1e-6):
+            raise refusal(
+                f"{where} has a = {a} and log_a = {log_a}, which contradict each other",
+                "log_a = ln(a)",
+                "Drop one of them",
+            )
         a = math.exp(log_a) if a is None else a
     about = _read_about(phase, own, is_ours)
     if "min_observed_sparsity" in given and "max_observed_sparsity" in given:
@@ -102,12 +103,12 @@ def _read_about(phase: str, own: Mapping[str, Any] | None, is_ours: bool) -> dic
         return {"measured_in": _public_calibrators(phase)}
     about = dict(mapping(f"flashskip[{phase!r}]", own or {}))
     unknown = sorted(set(about) - set(_ABOUT))
-    refuse(
-        bool(unknown),
-        f"flashskip[{phase!r}] has the key {', '.join(map(repr, unknown))}",
-        f"only {', '.join(_ABOUT)}",
-        "Remove it",
-    )
+    if bool(unknown):
+        raise refusal(
+            f"flashskip[{phase!r}] has the key {', '.join(map(repr, unknown))}",
+            f"only {', '.join(_ABOUT)}",
+            "Remove it",
+        )
     try:
         if "measured_in" in about:
             about["measured_in"] = Geometry(**about["measured_in"])

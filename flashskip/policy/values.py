@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from flashskip._options import refuse
+from flashskip._options import refusal
 from flashskip.policy.formula import PHASES, check_number
 
 PerPhase = float | Mapping[str, float | None] | None
@@ -23,13 +23,13 @@ def of_phase(value: PerPhase, phase: str) -> float | None:
 
 def mapping(name: str, value: Any) -> Mapping[str, Any]:
     """Refuse what a file holds in the place of a mapping."""
-    refuse(
-        not isinstance(value, Mapping),
-        f"{name} is {value!r}",
-        "a mapping",
-        "Correct the checkpoint, or pass threshold instead",
-    )
-    return value  # type: ignore[no-any-return]
+    if not isinstance(value, Mapping):
+        raise refusal(
+            f"{name} is {value!r}",
+            "a mapping",
+            "Correct the checkpoint, or pass threshold instead",
+        )
+    return value
 
 
 def plain(value: Any) -> Any:
@@ -42,12 +42,12 @@ def plain(value: Any) -> Any:
 def check_phases(name: str, mapping: Mapping[str, Any]) -> None:
     """Refuse keys that are no phase."""
     for key in mapping:
-        refuse(
-            key not in PHASES,
-            f"{name} has the key {key!r}",
-            "'prefill' and 'decode'",
-            "Correct the key",
-        )
+        if key not in PHASES:
+            raise refusal(
+                f"{name} has the key {key!r}",
+                "'prefill' and 'decode'",
+                "Correct the key",
+            )
 
 
 def checked_per_phase(name: str, value: PerPhase, most: float) -> PerPhase:
