@@ -200,7 +200,7 @@ def test_reported_J07_a_refused_image_names_both_versions(
     code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver, "driver", lambda: Refusing(code))
-    with pytest.raises(driver.DriverError, match="NVRTC.*driver|driver.*NVRTC"):
+    with pytest.raises(driver.DriverError, match=r"NVRTC.*driver|driver.*NVRTC"):
         driver.call("loading k", "cuLibraryLoadData", b"")
 
 
