@@ -239,64 +239,6 @@ def check_inputs(
                 )
 
 
-def check_lse(lse: object, shape: tuple[int, ...], device: torch.device) -> None:
-    """Raise unless `lse` is None or a tensor that a kernel can write."""
-    if lse is None:
-        return
-    if not isinstance(lse, torch.Tensor):
-        raise TypeError(f"lse is {type(lse).__name__}; expected a torch.Tensor. Pass one or None.")
-    matches = lse.shape == shape and lse.is_contiguous() and lse.device == device
-    if not matches or lse.dtype != torch.float32:
-        raise refusal(
-            f"lse is {lse.dtype} {tuple(lse.shape)} with stride {lse.stride()} on {lse.device}",
-            f"contiguous torch.float32 {tuple(shape)} on {device}",
-            "Pass such a tensor, or return_lse=True to have it allocated",
-        )
-
-
-def check_no_self_overlap(name: str, t: torch.Tensor) -> None:
-    """Raise if elements of a tensor that is written share memory, as those of `expand` do."""
-    reach = 1
-    for stride, n in sorted((s, n) for s, n in zip(t.stride(), t.shape, strict=True) if n > 1):
-        if stride < reach and t.numel() > 0:
-            raise refusal(
-                f"{name} has shape {tuple(t.shape)} with stride {t.stride()}",
-                "a tensor whose elements lie apart",
-                "Allocate it without expand()",
-            )
-        reach = stride * n
-
-
-def check_no_overlap(name: str, t: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
-    """Raise if a tensor that is written may share memory with one that is read meanwhile."""
-    if _may_overlap(t, other):
-        raise refusal(
-            f"{name} shares memory with {other_name}",
-            "memory of its own",
-            f"Allocate {name}, or leave it out",
-        )
-
-
-def _may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors may share a byte; views of one packed buffer are told apart."""
-    if not a.numel() or not b.numel():
-        return False
-    ahead = b.data_ptr() - a.data_ptr()
-    if ahead >= _bytes(a.shape, a) or -ahead >= _bytes(b.shape, b):
-        return False
-    row = a.stride(0) * a.element_size()
-    if row <= 0 or row != b.stride(0) * b.element_size():
-        return True
-    column = ahead % row
-    return column < _bytes(a.shape[1:], a) or column + _bytes(b.shape[1:], b) > row
-
-
-def _bytes(shape: Sequence[int], t: torch.Tensor) -> int:
-    """Bytes from the first to past the last element of the trailing dimensions of `t`."""
-    strides = t.stride()[t.dim() - len(shape) :]
-    return (1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))) * t.element_size()
-
-
 def check_indices(
     *,
     qo_indptr: torch.Tensor | None = None,

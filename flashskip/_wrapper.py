@@ -8,14 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from flashskip import _cpu, _kernels, _op
-from flashskip._checks import (
-    check_inputs,
-    check_lse,
-    check_no_overlap,
-    check_no_self_overlap,
-    check_tensor,
-)
+from flashskip._checks import check_inputs, check_tensor
 from flashskip._options import check_choice, refusal
+from flashskip._outputs import check_lse, check_no_overlap, check_no_self_overlap
 from flashskip._plan import SAME, Plan, check_live_tensors, multiprocessors, require_kernel
 from flashskip.errors import UnsupportedVariant
 from flashskip.geometry import Geometry
