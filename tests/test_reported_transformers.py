@@ -66,12 +66,7 @@ def test_reported_I01_the_future_changes_no_bit(llama: LlamaForCausalLM) -> None
     assert not torch.equal(a[-1], b[-1])
 
 
-STATIC = pytest.param(
-    "static", marks=pytest.mark.xfail(strict=True, reason="generate() passes a made mask on")
-)
-
-
-@pytest.mark.parametrize("cache", ["dynamic", STATIC, "sliding"])
+@pytest.mark.parametrize("cache", ["dynamic", "static", "sliding"])
 def test_reported_I01_generation_is_that_of_sdpa(cache: str) -> None:
     """In float32 too: one rounding of these logits to bfloat16 is nearly the margin of the case."""
     register()

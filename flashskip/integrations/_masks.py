@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -32,6 +33,8 @@ class AttentionMask:
     valid : Tensor or None
         bool ``[batch_size, kv_len]``, False where a key is padding. None: there is no padding.
     """
+
+    ndim: ClassVar[int] = 0  # transformers looks at it where a mask was made before the forward
 
     batch_size: int
     qo_len: int
@@ -109,7 +112,7 @@ def attention_mask(
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function: MaskFunction | None = None,
-    attention_mask: Tensor | None = None,
+    attention_mask: Tensor | AttentionMask | None = None,
     local_size: int | None = None,
     use_vmap: bool = False,
     **hints: object,
@@ -127,8 +130,9 @@ def attention_mask(
         Positions of the first query and of the first key.
     mask_function : callable
         ``(batch, head, query position, key position) -> bool``.
-    attention_mask : Tensor, optional
-        bool ``[batch_size, positions]``: False for padding.
+    attention_mask : Tensor or AttentionMask, optional
+        bool ``[batch_size, positions]``: False for padding. What this function has made already, as
+        `generate()` does for static caches, is returned.
     local_size : int, optional
         Width of a sliding window.
     use_vmap : bool
@@ -144,6 +148,8 @@ def attention_mask(
     UnsupportedVariant
         If the mask is neither causal, nor a causal sliding window, nor bidirectional.
     """
+    if isinstance(attention_mask, AttentionMask):
+        return attention_mask
     if use_vmap:
         raise _refusal("a custom mask function (or_mask_function, and_mask_function)")
     causal, window_left = _limits(
