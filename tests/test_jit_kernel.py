@@ -41,6 +41,8 @@ class RecordingDriver:
         def function(*arguments: Any) -> tuple[Any, ...]:
             if name in ("cuGetErrorName", "cuGetErrorString"):
                 return 0, f"{name[10:]} {arguments[0]}".encode()
+            if name == "cuDriverGetVersion":
+                return 0, 13000
             self.calls.append((name, *arguments))
             pending = self.faults.get(name)
             error = pending.pop(0) if pending else 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+from .compile import nvrtc_version
 from .error import FlashSkipError
 
 # Driver results that mean "this image does not suit this driver or device".
@@ -69,4 +70,14 @@ def _describe(module: Any, error: Any, doing: str) -> str:
             text += f" {name.decode()}"
     if int(error) == _TOO_OLD:
         text += "; the driver is older than CUDA 13: update it to 580 or newer"
+    if int(error) in _UNSUITABLE_IMAGE:
+        text += (
+            f"; the driver supports CUDA {_driver_version(module)}, and NVRTC {nvrtc_version()} is "
+            "installed: update the driver, or install the nvidia-cuda-nvrtc of its CUDA version"
+        )
     return f"{text} ({doing})"
+
+
+def _driver_version(module: Any) -> str:
+    _, version = module.cuDriverGetVersion()
+    return f"{version // 1000}.{version % 1000 // 10}"
