@@ -56,7 +56,7 @@ def test_logits_are_compared_while_the_tokens_before_are_equal():
 def test_defaults_follow_the_device():
     args = demo._parse(["--device", "cpu", "--decode-factor", "3"])
     assert (args.tokens, args.prefill_factor, args.decode_factor) == (3000, 100.0, 3.0)
-    assert demo._parse(["--device", "cuda"]).tokens == 8000
+    assert demo._parse(["--device", "cuda"]).tokens == demo.DEFAULT_TOKENS["cuda"]
 
 
 def test_missing_package_says_what_to_install(capsys, monkeypatch):
