@@ -10,6 +10,7 @@ from pathlib import Path
 from .variant import DOMAINS, Variant, every
 
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
+_SEVERAL_TOKENS = range(2, 9)  # q_len_per_req of a decode that is given more than one
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,15 @@ class Model:
         """
         found = self._of_operation("prefill", arch, causal={self.causal})
         if self.causal:
-            group_size = self.num_qo_heads // self.num_kv_heads
-            rows = min(-(-group_size // 8) * 8, 64)
-            found += self._of_operation("decode", arch, rows={rows})
+            rows = {self._rows(q_len) for q_len in _SEVERAL_TOKENS}
+            found += self._of_operation("decode", arch, rows={self._rows(1)}, causal={False})
+            found += self._of_operation("decode", arch, rows=rows, causal={True})
         return found
+
+    def _rows(self, q_len: int) -> object:
+        """Query rows of a decode work item, as in `BatchDecodeWrapper`."""
+        group_size = self.num_qo_heads // self.num_kv_heads
+        return min(-(-group_size * q_len // 8) * 8, 64)
 
     def _of_operation(self, op: str, arch: str, **more: set[object]) -> list[Variant]:
         wanted: dict[str, set[object]] = {
@@ -57,7 +63,8 @@ class Model:
             if missing:
                 raise ValueError(
                     f"the model needs a {op} kernel with {field}={missing.pop()!r}, which does not "
-                    f"exist; there are: {', '.join(map(str, DOMAINS[op][field]))}"
+                    f"exist; there are: {', '.join(map(str, DOMAINS[op][field]))}. Run it with "
+                    "another implementation of attention"
                 )
         return [
             v
@@ -77,7 +84,7 @@ PRESETS = {
 
 
 def read_config(path: Path) -> Model:
-    """Read a Hugging Face ``config.json``.
+    """Read the ``config.json`` of a causal language model from Hugging Face.
 
     Raises
     ------
@@ -88,8 +95,9 @@ def read_config(path: Path) -> Model:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
+    whole = config if isinstance(config, dict) else {}
     if isinstance(config, dict):  # models of several parts describe the text part inside
-        config = config.get("text_config", config)
+        config = config.get("text_config") or config
     if not isinstance(config, dict):
         raise ValueError(f"{path} is not a model's description: expected an object")
     num_qo_heads = _count(path, config, "num_attention_heads")
@@ -103,7 +111,8 @@ def read_config(path: Path) -> Model:
         head_dim = _count(path, config, "hidden_size") // num_qo_heads
     else:
         head_dim = _count(path, config, "head_dim")
-    dtype = config.get("dtype", config.get("torch_dtype", "bfloat16"))
+    names = [part.get(key) for part in (config, whole) for key in ("dtype", "torch_dtype")]
+    dtype = next((name for name in names if name is not None), "bfloat16")
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise ValueError(
             f"{path}: dtype={dtype!r}; kernels exist for {' and '.join(_DTYPES)}. Set dtype to the "

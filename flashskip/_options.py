@@ -26,7 +26,7 @@ class PlanOptions:
     Attributes
     ----------
     q_data_type : torch.dtype
-        Element type of q: bfloat16 or float16.
+        Element type of q: bfloat16 or float16; on the CPU float32 too.
     kv_data_type, o_data_type : torch.dtype, optional
         Of K and V, and of the output. Default: that of q.
     causal : bool
@@ -41,9 +41,8 @@ class PlanOptions:
         Learned logit per query head, fp32 ``[num_qo_heads]``, natural-log units; joins the
         denominator.
     skip_softmax_threshold : float or torch.Tensor, optional
-        Final lambda in [0, 1], or CUDA fp32 ``[batch_size]`` read when the kernel runs. None: the
-        dense
-        kernel. 0: the skip kernel, which then never skips.
+        Final lambda in [0, 1], or fp32 ``[batch_size]`` on the plan's device, read by each run.
+        None: the dense kernel. 0: the skip kernel, which then never skips.
     skip_softmax_threshold_scale_factor : float or torch.Tensor, optional
         F: lambda = F / L**length_exponent with each request's own KV length L.
     length_exponent : float
@@ -54,7 +53,7 @@ class PlanOptions:
         What a lambda >= 1 that results from F means for its request: no skipping, or lambda = 1.
     skip_criterion : {"threshold", "budget", "measure"}
         The test. "budget" (prefill only) bounds the omitted softmax mass by `skip_budget`;
-        "measure" runs dense and fills `gaps`.
+        "measure" runs dense and fills `gaps`. No kernel has these two yet: they are refused.
     skip_budget : float, optional
         The epsilon of the budget criterion.
     order : str
@@ -64,7 +63,7 @@ class PlanOptions:
     collect_stats : bool
         Count skipped and visited decisions into `stats`.
     collect_bound : bool
-        Return a certified bound on each row's omitted softmax mass.
+        Return a certified bound on each row's omitted softmax mass. On the CPU only, yet.
 
     References
     ----------
@@ -237,7 +236,7 @@ class PlanOptions:
             if changed and not self.skips:
                 raise refusal(
                     f"{name} is given without a skip test, where it has no effect",
-                    f"{name} only with a threshold, a scale factor or the budget criterion",
+                    f"{name} only with a threshold or a scale factor",
                     f"Drop {name}, or pass skip_softmax_threshold=0.0 for a skip kernel that never "
                     f"skips",
                 )
@@ -283,6 +282,11 @@ def takes_plan_options(method: F) -> F:
             raise TypeError(
                 f"{method.__qualname__}() got {unknown[0]!r}; expected one of "
                 f"{', '.join(sorted(allowed))}. Check the spelling."
+            )
+        if "q_data_type" not in kwargs:
+            raise TypeError(
+                f"{method.__qualname__}() got no q_data_type; expected the element type of q, such "
+                "as torch.bfloat16. Pass q_data_type=q.dtype."
             )
         return method(*args, **kwargs)
 

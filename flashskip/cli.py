@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import _env
+from . import __version__, _env
 from ._jit import cache as kernel_cache
 from ._jit.build import build
 from ._jit.compile import Program
@@ -55,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="flashskip", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"flashskip {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_warmup(commands)
     _add_cache(commands)
@@ -86,7 +87,11 @@ def _add_warmup(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     archs = sorted({str(arch) for domain in DOMAINS.values() for arch in domain["arch"]})
     warmup.add_argument("--arch", choices=archs, default=archs[0], help="default: %(default)s")
     warmup.add_argument(
-        "--config", type=Path, action="append", default=[], help="a Hugging Face config.json"
+        "--config",
+        type=Path,
+        action="append",
+        default=[],
+        help="config.json of a causal language model from Hugging Face",
     )
     warmup.add_argument("--preset", choices=sorted(PRESETS), action="append", default=[])
     warmup.add_argument(
@@ -146,8 +151,14 @@ def _wanted(args: argparse.Namespace) -> list[Variant]:
     """Collect the Variants that a warmup's arguments name, each once."""
     from ._models import PRESETS, read_config, read_manifest
 
-    models = [read_config(path) for path in args.config] + [PRESETS[p] for p in args.preset]
-    variants = [v for model in models for v in model.variants(args.arch)]
+    models = {str(path): read_config(path) for path in args.config}
+    models |= {preset: PRESETS[preset] for preset in args.preset}
+    variants = []
+    for name, model in models.items():
+        try:
+            variants += model.variants(args.arch)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
     for path in args.manifest:
         variants += [v for v in read_manifest(path) if v.arch == args.arch]
     if not (args.config or args.preset or args.manifest):
@@ -205,6 +216,15 @@ def _directory(chosen: Path | None) -> Path:
     return directory.absolute()
 
 
+def _existing(chosen: Path | None) -> Path:
+    """Return the directory to look after; a misspelt one is no empty cache."""
+    if chosen is not None and not chosen.is_dir():
+        raise ValueError(
+            f"--dir is {chosen}, which is no directory; expected a cache of kernels. Check the path"
+        )
+    return _directory(chosen)
+
+
 def _cache_info(args: argparse.Namespace) -> int:
     directory = _directory(args.dir)
     listed = kernel_cache.entries(directory)
@@ -217,7 +237,7 @@ def _cache_info(args: argparse.Namespace) -> int:
 
 
 def _cache_verify(args: argparse.Namespace) -> int:
-    directory = _directory(args.dir)
+    directory = _existing(args.dir)
     damaged = kernel_cache.verify(directory)
     for _, problem in damaged:
         print(f"damaged: {problem}")
@@ -227,11 +247,11 @@ def _cache_verify(args: argparse.Namespace) -> int:
 
 def _cache_prune(args: argparse.Namespace) -> int:
     max_bytes = args.max_mb << 20 if args.max_mb else _env.cache_max_bytes()
-    removed = kernel_cache.prune(_directory(args.dir), max_bytes)
+    removed = kernel_cache.prune(_existing(args.dir), max_bytes)
     print(f"{len(removed)} kernels removed")
     return 0
 
 
 def _cache_clear(args: argparse.Namespace) -> int:
-    print(f"{kernel_cache.clear(_directory(args.dir))} files removed")
+    print(f"{kernel_cache.clear(_existing(args.dir))} files removed")
     return 0

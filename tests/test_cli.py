@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from flashskip import _doctor, _env, _kernels, cli
+from flashskip import __version__, _doctor, _env, _kernels, cli
 from flashskip._jit import build as build_module
 from flashskip._jit import compile as compile_module
 from flashskip._jit.cache import entries
@@ -203,17 +203,27 @@ def test_a_model_reaches_every_option_of_its_shapes_and_nothing_else() -> None:
     assert {v.op for v in variants} == {"prefill", "decode"}
     for v in variants:
         assert (v.q_dtype, v.o_dtype, v.head_dim_qk, v.head_dim_vo) == ("fp16", "fp16", 128, 128)
-        assert v.causal if v.op == "prefill" else v.rows == 8
+        assert v.causal if v.op == "prefill" else v.rows in (8, 16, 24, 32)
     assert {v.skip for v in variants} >= {"dense", "threshold"}
     assert {v.kv_path for v in variants if v.op == "decode"} == {"paged_tma", "paged_gather"}
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "rows"), [(8, 8, 8), (9, 1, 16), (64, 1, 64), (71, 1, 64)]
+    ("heads", "kv_heads", "one_token", "several"),
+    [
+        (8, 8, 8, {8}),
+        (32, 8, 8, {8, 16, 24, 32}),
+        (9, 1, 16, {24, 32, 40, 48, 56, 64}),
+        (64, 1, 64, {64}),
+        (71, 1, 64, {64}),
+    ],
 )
-def test_decode_rows_are_those_of_the_group(heads: int, kv_heads: int, rows: int) -> None:
-    variants = Model(heads, kv_heads, 64).variants("sm_90a")
-    assert {v.rows for v in variants if v.op == "decode"} == {rows}
+def test_decode_rows_are_those_of_the_group_and_of_1_to_8_tokens(
+    heads: int, kv_heads: int, one_token: int, several: set[int]
+) -> None:
+    decode = [v for v in Model(heads, kv_heads, 64).variants("sm_90a") if v.op == "decode"]
+    assert {v.rows for v in decode if not v.causal} == {one_token}
+    assert {v.rows for v in decode if v.causal} == several
 
 
 def test_a_model_without_a_causal_mask_has_no_decode_phase() -> None:
@@ -224,6 +234,25 @@ def test_a_model_without_a_causal_mask_has_no_decode_phase() -> None:
 def test_a_shape_without_a_kernel_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"prefill kernel with head_dim_qk=80.*64, 128"):
         Model(32, 8, 80).variants("sm_90a")
+
+
+def test_a_model_without_kernels_is_named_with_its_file(run: Run, tmp_path: Path) -> None:
+    gemma2 = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256}
+    (tmp_path / "gemma2.json").write_text(json.dumps(gemma2))
+    status, _, errors = run("warmup", "--config", tmp_path / "gemma2.json")
+    assert status == 1
+    assert re.search(r"gemma2\.json: the model needs .*head_dim_qk=256.*64, 128\. Run it", errors)
+
+
+@pytest.mark.parametrize(("inner", "dtype"), [({}, "fp16"), ({"dtype": "bfloat16"}, "bf16")])
+def test_the_dtype_of_a_text_part_is_its_own_or_the_whole_models(
+    tmp_path: Path, inner: dict[str, str], dtype: str
+) -> None:
+    text = {"num_attention_heads": 8, "hidden_size": 512, **inner}
+    (tmp_path / "config.json").write_text(
+        json.dumps({"text_config": text, "torch_dtype": "float16"})
+    )
+    assert read_config(tmp_path / "config.json").dtype == dtype
 
 
 def test_presets_are_reachable() -> None:
@@ -283,6 +312,20 @@ def test_show_of_an_unknown_variant_says_where_to_look(run: Run) -> None:
     status, _, errors = run("show", "flashskip_nothing")
     assert status == 1
     assert "flashskip variants" in errors
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    assert (caught.value.code, capsys.readouterr().out) == (0, f"flashskip {__version__}\n")
+
+
+@pytest.mark.parametrize("action", ["verify", "prune", "clear"])
+def test_a_misspelt_directory_is_no_empty_cache(run: Run, tmp_path: Path, action: str) -> None:
+    status, _, errors = run("cache", action, "--dir", tmp_path / "nowhere")
+    assert status == 1
+    assert "--dir is" in errors
+    assert "Check the path" in errors
 
 
 def test_cache_commands(run: Run, place: Path, tmp_path: Path) -> None:

@@ -90,6 +90,12 @@ def test_plan_lists_its_options_and_refuses_others():
         )
 
 
+def test_a_plan_without_the_element_type_says_what_to_pass():
+    indptr = torch.tensor([0, 4], dtype=torch.int32)
+    with pytest.raises(TypeError, match=r"got no q_data_type; expected .* q_data_type=q\.dtype"):
+        flashskip.BatchPrefillWrapper().plan(indptr, indptr, 2, 1, 64)
+
+
 def test_the_criterion_is_dense_only_without_any_test():
     assert PlanOptions(q_data_type=BF16).criterion == "dense"
     assert PlanOptions(q_data_type=BF16, skip_softmax_threshold=0.0).criterion == "threshold"

@@ -314,6 +314,11 @@ def test_gradients_are_refused(llama):
         llama(tokens(1, 20))
 
 
+def test_a_config_of_another_type_is_refused():
+    with pytest.raises(TypeError, match="config is dict; expected a flashskip"):
+        register({"threshold": 0.1})
+
+
 def test_stats_without_skipping_are_refused():
     with pytest.raises(
         ValueError, match="collect_stats is set and config skips nothing; expected a thresh"

@@ -52,6 +52,8 @@ def register(
     ------
     ImportError
         If transformers is not installed.
+    TypeError
+        If `config` is no SkipSoftmaxConfig.
     ValueError
         If `collect_stats` is set and nothing skips, or layers are ignored without a model.
 
@@ -65,7 +67,8 @@ def register(
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    attention = FlashSkipAttention(config or SkipSoftmaxConfig(), model, collect_stats)
+    config = SkipSoftmaxConfig() if config is None else config
+    attention = FlashSkipAttention(config, model, collect_stats)
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, attention_mask)
     _keep_from_flash_attention_preload()
@@ -86,6 +89,11 @@ class FlashSkipAttention:
     def __init__(
         self, config: SkipSoftmaxConfig, model: nn.Module | None, collect_stats: bool
     ) -> None:
+        if not isinstance(config, SkipSoftmaxConfig):
+            raise TypeError(
+                f"config is {type(config).__name__}; expected a flashskip.SkipSoftmaxConfig or "
+                "None. Pass SkipSoftmaxConfig(threshold=...)."
+            )
         sources = (config.threshold, config.threshold_scale_factor, config.target_sparsity)
         if collect_stats and all(source is None for source in sources):
             raise refusal(
