@@ -7,13 +7,14 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import receipt
 import torch
 
-GPU_MARKERS = ("gpu", "gpu_fuzz", "gpu_sanitize")
 START = pytest.StashKey[float]()
+NOTES = pytest.StashKey[dict[str, Any]]()
 
 
 def has_hopper() -> bool:
@@ -23,7 +24,7 @@ def has_hopper() -> bool:
 
 def is_gpu_test(item: pytest.Item) -> bool:
     """Whether a test needs a Hopper GPU."""
-    return any(item.get_closest_marker(name) for name in GPU_MARKERS)
+    return any(item.get_closest_marker(name) for name in receipt.RECEIPTS)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -71,20 +72,27 @@ def build_kernels(variants: set[object]) -> None:
         print("not built:", *outcome.failed, sep="\n  ")
 
 
+@pytest.fixture
+def receipt_notes(pytestconfig: pytest.Config) -> dict[str, Any]:
+    """What the tests of this run add to its receipt."""
+    return pytestconfig.stash.setdefault(NOTES, {})
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Write the receipt after a whole run of the GPU tests."""
+    """Write the receipt after a whole run of the GPU tests of one marker."""
     if not is_whole_gpu_run(session) or not has_hopper():
         return
     stats = session.config.pluginmanager.get_plugin("terminalreporter").stats
     counts = {name: len(stats.get(name, [])) for name in ("passed", "failed", "error", "skipped")}
-    receipt.write(counts, time.monotonic() - session.config.stash[START])
+    seconds, notes = time.monotonic() - session.config.stash[START], session.config.stash
+    receipt.write(session.config.option.markexpr, counts, seconds, notes.get(NOTES, {}))
 
 
 def is_whole_gpu_run(session: pytest.Session) -> bool:
-    """Whether every `gpu` test was selected, and all of them ran."""
+    """Whether every test of one GPU marker was selected, and all of them ran."""
     option = session.config.option
     narrowed = option.keyword or getattr(option, "lf", False) or option.collectonly
     stopped = session.shouldfail or session.shouldstop or not session.testscollected
     paths = {Path(arg).resolve() for arg in session.config.args}
     whole = bool(paths & {receipt.ROOT, receipt.ROOT / "tests"})
-    return whole and option.markexpr == "gpu" and not narrowed and not stopped
+    return whole and option.markexpr in receipt.RECEIPTS and not narrowed and not stopped

@@ -1,4 +1,4 @@
-"""The receipt of a whole GPU run: which sources passed, on what machine."""
+"""The receipts of whole GPU runs: which sources passed, on what machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-RECEIPT = ROOT / "benchmarks" / "results" / "gpu_tests.json"
+RESULTS = ROOT / "benchmarks" / "results"
+RECEIPTS = {  # by the marker of the tests
+    "gpu": RESULTS / "gpu_tests.json",
+    "gpu_fuzz": RESULTS / "gpu_fuzz.json",
+    "gpu_sanitize": RESULTS / "gpu_sanitize.json",
+}
 
 # What a GPU test depends on: everything that is compiled for the GPU or launches on it.
 SOURCES = (
@@ -52,23 +57,25 @@ def source_digest() -> str:
     return digest.hexdigest()
 
 
-def write(counts: dict[str, int], seconds: float) -> None:
-    """Write the receipt of a run that just ended on this machine."""
-    RECEIPT.parent.mkdir(parents=True, exist_ok=True)
+def write(marker: str, counts: dict[str, int], seconds: float, notes: dict[str, Any]) -> None:
+    """Write the receipt of a run that just ended on this machine; `notes` are the tests' own."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
     receipt = {
         "source_digest": source_digest(),
         "counts": counts,
+        **notes,
         "seconds": round(seconds, 1),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": _machine(),
         "versions": _versions(),
     }
-    RECEIPT.write_text(json.dumps(receipt, indent=2) + "\n")
+    RECEIPTS[marker].write_text(json.dumps(receipt, indent=2) + "\n")
 
 
-def read() -> dict[str, Any] | None:
+def read(marker: str) -> dict[str, Any] | None:
     """The committed receipt, None where there is none."""
-    return json.loads(RECEIPT.read_text()) if RECEIPT.exists() else None
+    path = RECEIPTS[marker]
+    return json.loads(path.read_text()) if path.exists() else None
 
 
 def _machine() -> dict[str, str]:

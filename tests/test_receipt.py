@@ -23,19 +23,22 @@ def test_source_digest_changes_with_any_file(tmp_path, monkeypatch):
     assert len({before, changed, receipt.source_digest()}) == 3
 
 
-def test_receipt_is_of_a_run_without_failures():
-    found = receipt.read()
+@pytest.mark.parametrize("marker", receipt.RECEIPTS)
+def test_receipt_is_of_a_run_without_failures(marker):
+    found = receipt.read(marker)
     if found is None:
-        pytest.skip("no GPU run is recorded; run `make gpu` on a Hopper GPU")
+        pytest.skip(f"no such run is recorded; run `pytest -m {marker}` on a Hopper GPU")
     assert found["counts"]["passed"] > 0
     assert found["counts"]["failed"] == found["counts"]["error"] == 0
 
 
-def test_stale_receipt_is_announced(capsys):
-    found = receipt.read()
+@pytest.mark.parametrize("marker", receipt.RECEIPTS)
+def test_stale_receipt_is_announced(marker, capsys):
+    found = receipt.read(marker)
     if found is None or found["source_digest"] == receipt.source_digest():
         return
     with capsys.disabled():
         print(
-            f"\n{receipt.RECEIPT.name} is stale: kernels changed after {found['date']}; `make gpu`"
+            f"\n{receipt.RECEIPTS[marker].name} is stale: kernels changed after {found['date']}; "
+            f"`pytest -m {marker}`"
         )

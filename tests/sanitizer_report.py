@@ -1,0 +1,112 @@
+"""Reads a report of compute-sanitizer, and knows the accesses that are meant to race."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+CSRC = Path(__file__).resolve().parents[1] / "csrc"
+API_ERROR = re.compile(r"Program hit (\S+) .* on CUDA API call to (\w+)")
+PLACE = re.compile(r"\b(Write|Read) access at .*? in (\S+?):(\d+)(?=\s|$)")
+SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) errors?$")
+RACE_SUMMARY = re.compile(r"RACECHECK SUMMARY: (\d+) hazards? displayed")
+TALK = re.compile(r"COMPUTE-SANITIZER|(ERROR|RACECHECK|LEAK) SUMMARY")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a run found: errors of kernels, each as its lines, and errors that API calls returned.
+
+    `announced` is the number of both that the tool's own summary gives, None without a summary.
+    """
+
+    findings: tuple[str, ...]
+    api_errors: Counter[str]
+    announced: int | None
+    complete: bool
+
+    @property
+    def faults(self) -> list[str]:
+        """Why this report cannot be trusted; none for a report that was understood in full."""
+        read = len(self.findings) + self.api_errors.total()
+        if self.announced is None:
+            return ["the report has no summary: the tool did not finish"]
+        wrong = [] if self.complete else ["the tool did not print all it found"]
+        if read != self.announced:
+            wrong.append(f"{read} findings were read, the summary announces {self.announced}")
+        return wrong
+
+
+def parse(text: str) -> Report:
+    """Read the lines that begin with ``=========``; all others are the target's own."""
+    findings: list[list[str]] = []
+    api_errors: Counter[str] = Counter()
+    announced: int | None = None
+    current: list[str] | None = None
+    for line in text.splitlines():
+        if not line.startswith("========="):
+            continue
+        body = line.removeprefix("=========").rstrip()
+        if summary := SUMMARY.search(body) or RACE_SUMMARY.search(body):
+            announced = int(summary[1])
+        if not body or TALK.match(body.strip()):
+            current = None
+        elif body.startswith(("  ", " and ")):
+            if current is not None:
+                current.append(line)
+        elif api := API_ERROR.search(body):
+            api_errors[f"{api[2]}: {api[1]}"] += 1
+            current = None
+        else:
+            current = [line]
+            findings.append(current)
+    complete = "were not printed" not in text
+    return Report(tuple(map("\n".join, findings)), api_errors, announced, complete)
+
+
+# ---- accesses that are meant to race -------------------------------------------------------------
+
+
+def _line(path: str, text: str) -> tuple[str, int]:
+    """File name and number of the only line of a header that holds `text`."""
+    lines = (CSRC / path).read_text().splitlines()
+    (number,) = (n for n, line in enumerate(lines, 1) if text in line)
+    return Path(path).name, number
+
+
+def mailbox() -> dict[str, set[tuple[str, int]]]:
+    """Where the warps of a prefill unit write and read ballots, without a barrier between them.
+
+    csrc/vote.cuh: a warp casts a byte, stamped with its turn, into a word of its warpgroup; a warp
+    that waits reads the word until all four stamps are of this turn. Single bytes are written by
+    one warp each and by volatile stores, so a reader sees an old or a new byte and both are right;
+    the word is used again four turns later, which no warp can be ahead by. Only these two lines
+    and the two volatile accesses that they inline are excused, and only against each other.
+    """
+    return {
+        "Write": {
+            _line("vote.cuh", "st_shared_volatile_u8("),
+            _line("ptx/shared.cuh", "st.volatile.shared.b8"),
+        },
+        "Read": {
+            _line("vote.cuh", "ld_shared_volatile("),
+            _line("ptx/shared.cuh", "ld.volatile.shared.b32"),
+        },
+    }
+
+
+def is_the_mailbox(finding: str) -> bool:
+    """Whether a race is one of ballots and nothing else: each place known, one side written."""
+    places = [(m[1], Path(m[2]).name, int(m[3])) for m in PLACE.finditer(finding)]
+    known = mailbox()
+    all_known = all((name, line) in known[kind] for kind, name, line in places)
+    named = len(re.findall(r"\b(?:Write|Read) access", finding))
+    first, *others = [kind for kind, _, _ in places] or [""]
+    return (
+        "Race reported" in finding
+        and len(places) == named > 1
+        and all_known
+        and all(kind != first for kind in others)
+    )
