@@ -6,9 +6,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from . import reference
     from ._checks import check_indices
+    from ._options import PlanOptions
     from .controller import SparsityController
     from .decode import BatchDecodeWrapper
-    from .errors import CompileError, FlashSkipError, UnsupportedVariant
+    from .errors import (
+        CacheError,
+        CompileError,
+        DriverError,
+        FlashSkipError,
+        UnsupportedDevice,
+        UnsupportedVariant,
+    )
     from .page import append_paged_kv_cache
     from .policy import DenoiseProgress, SkipSoftmaxConfig, record_denoise_step
     from .prefill import BatchPrefillWrapper
@@ -20,11 +28,15 @@ __version__ = "0.1.0"
 __all__ = [
     "BatchDecodeWrapper",
     "BatchPrefillWrapper",
+    "CacheError",
     "CompileError",
     "DenoiseProgress",
+    "DriverError",
     "FlashSkipError",
+    "PlanOptions",
     "SkipSoftmaxConfig",
     "SparsityController",
+    "UnsupportedDevice",
     "UnsupportedVariant",
     "Variant",
     "append_paged_kv_cache",
@@ -40,11 +52,15 @@ __all__ = [
 _HOME = {
     "BatchDecodeWrapper": "decode",
     "BatchPrefillWrapper": "prefill",
+    "CacheError": "errors",
     "CompileError": "errors",
     "DenoiseProgress": "policy",
+    "DriverError": "errors",
     "FlashSkipError": "errors",
+    "PlanOptions": "_options",
     "SkipSoftmaxConfig": "policy",
     "SparsityController": "controller",
+    "UnsupportedDevice": "errors",
     "UnsupportedVariant": "errors",
     "Variant": "variant",
     "append_paged_kv_cache": "page",

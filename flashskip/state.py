@@ -29,9 +29,11 @@ def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Ten
 
     Raises
     ------
-    ValueError
-        Shapes, dtypes or devices that do not fit together.
+    ValueError, TypeError
+        Shapes, dtypes or devices that do not fit together, or something that is no tensor.
     """
+    for name, t in (("v_a", v_a), ("s_a", s_a), ("v_b", v_b), ("s_b", s_b)):
+        _check_tensor(name, t)
     if v_a.shape != v_b.shape or v_a.dtype != v_b.dtype:
         raise ValueError(
             f"v_a is {v_a.dtype} {tuple(v_a.shape)} and v_b is {v_b.dtype} {tuple(v_b.shape)}; "
@@ -63,9 +65,11 @@ def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
 
     Raises
     ------
-    ValueError
-        Shapes, dtypes or devices that do not fit together, or no state at all.
+    ValueError, TypeError
+        Shapes, dtypes or devices that do not fit together, no state at all, or no tensor.
     """
+    _check_tensor("v", v)
+    _check_tensor("s", s)
     _check(v, s, "v", "s", 4)
     if v.shape[1] == 0:
         raise ValueError(f"v has shape {tuple(v.shape)}; give at least one state to merge")
@@ -81,6 +85,11 @@ def _merge(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     weighted = torch.where(weight[..., None] == 0, 0, weight[..., None] * v.float())
     merged = torch.where(mass[..., None] == 0, 0, weighted.sum(1) / mass[..., None])
     return merged.to(v.dtype), highest[:, 0] + torch.log2(mass)
+
+
+def _check_tensor(name: str, t: object) -> None:
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name} is {type(t).__name__}; expected a torch.Tensor. Convert it first.")
 
 
 def _check(v: Tensor, s: Tensor, v_name: str, s_name: str, rank: int) -> None:

