@@ -84,8 +84,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         return
     stats = session.config.pluginmanager.get_plugin("terminalreporter").stats
     counts = {name: len(stats.get(name, [])) for name in ("passed", "failed", "error", "skipped")}
-    seconds, notes = time.monotonic() - session.config.stash[START], session.config.stash
-    receipt.write(session.config.option.markexpr, counts, seconds, notes.get(NOTES, {}))
+    stash = session.config.stash
+    seconds, notes = time.monotonic() - stash[START], stash.get(NOTES, {})
+    receipt.write(session.config.option.markexpr, counts, seconds, notes)
 
 
 def is_whole_gpu_run(session: pytest.Session) -> bool:

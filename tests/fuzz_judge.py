@@ -49,43 +49,59 @@ def close_calls(skip_map: reference.SkipMap) -> Tensor:
     return (skip_map.margin.abs() < ROUNDING_BAND) & (skip_map.margin != 0)
 
 
-def assert_matches(x: Example, out: Tensor, lse: Tensor, stats: Tensor | None) -> int:
-    """Outputs, LSE and counters against the oracle; returns how many requests were decided.
+def assert_matches(x: Example, out: Tensor, lse: Tensor, stats: Tensor | None) -> tuple[int, int]:
+    """Outputs, LSE and counters against the oracle; returns how many rows it decided, of how many.
 
-    The outputs of a request in which rounding may flip a decision must only be finite.
+    Rows of a unit in which rounding may flip a decision must only be finite.
     """
-    exact, decided = oracle(x), 0
+    exact, decided, rows_in_all = oracle(x), 0, 0
     assert exact.skip_map is not None
-    base = 1.0 if x.lse_base == "log2" else math.log(2)
     for i, skip_map in enumerate(exact.skip_map):
-        rows, keys = slice(*x.qo[i : i + 2]), slice(*x.kv[i : i + 2])
         close = close_calls(skip_map)
         if stats is not None:
             assert torch.equal(stats[i, :, 1], exact.counts[i, :, 1]), f"visits of request {i}"
             off = (stats[i, :, 0] - exact.counts[i, :, 0]).abs()
             assert (off <= close.sum((1, 2))).all(), f"skips of request {i} are off by {off}"
-        if close.any():
-            assert torch.isfinite(out[rows]).all(), f"request {i} is not finite"
-        elif rows.stop > rows.start:
-            assert_request(x, out[rows], exact.out[rows], skip_map, rows, keys)
-            expected = exact.lse[rows] * base
-            torch.testing.assert_close(lse[rows].double(), expected, rtol=0, atol=1e-4)
-            decided += 1
-    return decided
+        rows, keys = slice(*x.qo[i : i + 2]), slice(*x.kv[i : i + 2])
+        if rows.stop == rows.start:
+            continue
+        assert torch.isfinite(out[rows]).all(), f"request {i} is not finite"
+        by_row = close.any(2).repeat_interleave(skip_map.geometry.rows_per_vote, 1)
+        sure = ~by_token(by_row[:, : skip_map.geometry.num_rows], rows).T
+        assert_request(x, out[rows], exact.out[rows], skip_map, rows, keys, sure)
+        expected = exact.lse[rows] * (1.0 if x.lse_base == "log2" else math.log(2))
+        torch.testing.assert_close(lse[rows].double()[sure], expected[sure], rtol=0, atol=1e-4)
+        decided, rows_in_all = decided + int(sure.sum()), rows_in_all + sure.numel()
+    return decided, rows_in_all
+
+
+def by_token(rows_of_sequences: Tensor, rows: slice) -> Tensor:
+    """From ``[sequence, row, ...]``, rows token-major, to ``[num_qo_heads, token, ...]``."""
+    tokens = rows.stop - rows.start
+    return rows_of_sequences.unflatten(1, (tokens, -1)).transpose(1, 2).flatten(0, 1)
 
 
 def assert_request(
-    x: Example, out: Tensor, exact: Tensor, skip_map: reference.SkipMap, rows: slice, keys: slice
+    x: Example,
+    out: Tensor,
+    exact: Tensor,
+    skip_map: reference.SkipMap,
+    rows: slice,
+    keys: slice,
+    sure: Tensor,
 ) -> None:
-    """One request's output within the error budget, rows that see nothing exactly 0."""
-    kept = kept_keys(skip_map)  # [sequence, row, key]; rows are token-major
-    kept = kept.unflatten(1, (rows.stop - rows.start, -1)).transpose(1, 2).flatten(0, 1)
+    """Rows that are `sure` within the error budget, those that see nothing exactly 0."""
+    kept = by_token(kept_keys(skip_map), rows)
     q, k, v = x.q[rows], x.k[keys], x.v[keys]
     scale = q.shape[2] ** -0.5 if x.options["sm_scale"] is None else x.options["sm_scale"]
     soft_cap, sinks = x.options.get("logits_soft_cap"), x.options.get("sinks")
     eager = eager_attention(q, k, v, kept, scale, soft_cap, sinks)
-    assert_within_budget(out, exact, eager.to(out.dtype))
-    assert (out[~kept.any(2).T] == 0).all(), "a row that sees nothing is not 0"
+    # The kernel rounds weights relative to another maximum than eager code does, so an output that
+    # is finer than the weights is held to their precision.
+    coarser = max(out.dtype, v.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+    assert_within_budget(out.to(coarser)[sure], exact[sure], eager.to(coarser)[sure])
+    sees_nothing = ~kept.any(2).T
+    assert (out[sees_nothing & sure] == 0).all(), "a row that sees nothing is not 0"
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -94,8 +110,8 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(ints), b.contiguous().view(ints))
 
 
-def check(v: Variant, seed: int, device: str = "cuda", longest: int = 1500) -> int:
-    """Draw, run and judge one example; returns how many requests the oracle decided."""
+def check(v: Variant, seed: int, device: str = "cuda", longest: int = 1500) -> tuple[int, int]:
+    """Draw, run and judge one example; returns how many rows the oracle decided, of how many."""
     x = draw(v, seed, device, longest)
     try:
         return _check(x, random.Random(seed), v)
@@ -107,7 +123,7 @@ def check(v: Variant, seed: int, device: str = "cuda", longest: int = 1500) -> i
         ) from error
 
 
-def _check(x: Example, rng: random.Random, v: Variant) -> int:
+def _check(x: Example, rng: random.Random, v: Variant) -> tuple[int, int]:
     out = spread(poisoned((*x.q.shape[:2], v.head_dim_vo), DTYPES[v.o_dtype], x.q.device), rng)
     first = run(x, out)
     wide = out if out._base is None else out._base

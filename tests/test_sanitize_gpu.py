@@ -106,7 +106,7 @@ def test_kernels_are_clean(
 def test_errors_of_api_calls_are_shown(
     sanitizer: str, kernels: Path, receipt_notes: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """For information: torch and the driver probe for what is not there, and handle the answer."""
+    """For information: an error that a call returned to its caller is no wrong access."""
     report, _ = sanitize(sanitizer, kernels, "prefill", "memcheck")
     receipt_notes["api_errors"] = dict(report.api_errors)
     with capsys.disabled():
