@@ -298,6 +298,14 @@ def attempt(call: Callable[[], Any]) -> Tensor | None:
     return answer[0] if isinstance(answer, tuple) else answer
 
 
+def judge(call: Callable[[], Any]) -> None:
+    """Arguments are refused by name, or the call gives a whole answer for two tokens."""
+    out = attempt(call)
+    if out is not None:
+        assert out.shape == (2, 4, 64)
+        assert out.isfinite().all()
+
+
 def normal_tensors(*heads: int) -> list[Tensor]:
     g = torch.Generator().manual_seed(0)
     return [torch.randn(2, n, 64, generator=g).bfloat16() for n in heads]
@@ -320,10 +328,7 @@ def test_arguments_of_prefill(changed: dict[str, Any]) -> None:
         wrapper.plan(**plan)
         return wrapper.run(**run)
 
-    out = attempt(call)
-    if out is not None:
-        assert out.shape == (2, 4, 64)
-        assert out.isfinite().all()
+    judge(call)
 
 
 TABLE = ["indptr", "indices", "last_page_len", "num_qo_heads", "num_kv_heads", "head_dim"]
@@ -349,7 +354,4 @@ def test_arguments_of_decode(changed: dict[str, Any]) -> None:
         wrapper.plan(**plan)
         return wrapper.run(**run)
 
-    out = attempt(call)
-    if out is not None:
-        assert out.shape == (2, 4, 64)
-        assert out.isfinite().all()
+    judge(call)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from flashskip import reference
 from flashskip._options import check_choice, refusal
 from flashskip.calibration.curve import Measurement, histogram
+from flashskip.errors import UnsupportedVariant
 from flashskip.geometry import Geometry
 from flashskip.policy import PHASES
 
@@ -80,13 +80,13 @@ def _run(model: Any, tokens: Tensor, length: int) -> None:
     """Prefill `length` tokens and decode the rest."""
     from transformers import DynamicCache
 
+    from flashskip.integrations.transformers import cache_argument
+
     cache = DynamicCache(config=model.config)
-    # The argument's name changed between releases of transformers.
-    parameters = inspect.signature(model.forward).parameters
-    cache_name = next(n for n in ("cache", "past_key_values") if n in parameters)
+    past = {cache_argument(model): cache}
     pieces = [tokens[:, :length], *(tokens[:, i : i + 1] for i in range(length, tokens.shape[1]))]
     for piece in pieces:
-        model(piece, use_cache=True, logits_to_keep=1, **{cache_name: cache})
+        model(piece, use_cache=True, logits_to_keep=1, **past)
 
 
 @contextmanager
@@ -113,7 +113,6 @@ class _Recorder:
         self.geometries: dict[str, Geometry] = {}
         self._phases = phases
         self._gaps: dict[str, dict[nn.Module, Tensor]] = {phase: {} for phase in phases}
-        self._runners: dict[str, Any] = {}
 
     def gaps(self, phase: str) -> Tensor:
         """Histograms ``[layers, heads, 256]``, layers in order of first use."""
@@ -143,13 +142,17 @@ class _Recorder:
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Attend as transformers asks, and record."""
-        from flashskip.integrations.transformers import _refuse_unsupported, _resolve_mask
+        from flashskip.integrations.transformers import refuse_unsupported, resolve_mask
 
-        _refuse_unsupported(dropout=dropout, output_attentions=output_attentions, **kwargs)
-        mask = _resolve_mask(attention_mask, module, query, key, sliding_window, is_causal)
+        refuse_unsupported(dropout=dropout, output_attentions=output_attentions, **kwargs)
+        mask = resolve_mask(attention_mask, module, query, key, sliding_window, is_causal)
         phase = "decode" if mask.qo_len == 1 else "prefill"
-        attend = self._attend_on_gpu if query.is_cuda else self._attend_on_cpu
-        out, gaps = attend(phase, query, key, value, mask, scaling, softcap, s_aux)
+        if query.is_cuda:
+            raise UnsupportedVariant(
+                "the model is on a GPU, where no kernel measures gaps yet "
+                "(skip_criterion='measure'); supported: the CPU. Move the model there."
+            )
+        out, gaps = self._attend_on_cpu(phase, query, key, value, mask, scaling, softcap, s_aux)
         if phase in self._phases and gaps is not None:
             of_layer = self._gaps[phase]
             of_layer[module] = of_layer[module] + gaps if module in of_layer else gaps
@@ -191,34 +194,3 @@ class _Recorder:
         )
         gaps = histogram(result.skip_map[0]) if result.skip_map is not None else None
         return result.out.to(query.dtype)[None], gaps
-
-    def _attend_on_gpu(
-        self,
-        phase: str,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Any,
-        scaling: float | None,
-        softcap: float | None,
-        s_aux: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Use the measuring kernels, which are the skipping ones without the skip."""
-        from flashskip.integrations._phases import Decode, Prefill
-
-        if phase not in self._runners:
-            self._runners[phase] = (Decode if phase == "decode" else Prefill)(query.device)
-        runner = self._runners[phase]
-        options = {
-            "q_data_type": query.dtype,
-            "kv_data_type": key.dtype,
-            "sm_scale": scaling,
-            "logits_soft_cap": softcap,
-            "sinks": None if s_aux is None else s_aux.float(),
-            "skip_criterion": "measure",
-        }
-        out = runner.attend(query, key, value, mask, options)
-        self.geometries.setdefault(phase, runner.wrapper.geometry)
-        gaps = runner.wrapper.gaps.sum(0)
-        runner.wrapper.gaps.zero_()
-        return out, gaps

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import inspect
 import sys
 import time
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashskip.integrations.transformers import FlashSkipAttention, register
+from flashskip.integrations.transformers import FlashSkipAttention, cache_argument, register
 from flashskip.policy import SkipSoftmaxConfig
 
 CITY, NUMBER = "Oslo", "48213"
@@ -225,17 +224,14 @@ def generate(model: Any, tokenizer: Any, prompt: Tensor) -> Answer:
     # A multiple of the tile: the whole cache is one page, which TMA can then load.
     capacity = -(-(prompt.shape[1] + ANSWER_TOKENS) // 64) * 64
     cache = StaticCache(config=model.config, max_cache_len=capacity)
-    # The argument's name changed between releases of transformers.
-    cache_name = next(
-        n for n in ("cache", "past_key_values") if n in inspect.signature(model.forward).parameters
-    )
+    past = {cache_argument(model): cache}
     tokens: list[int] = []
     logits: list[Tensor] = []
     times: list[float] = []
     inputs = prompt.to(model.device)
     while len(tokens) < ANSWER_TOKENS:
         start = time.perf_counter()
-        out = model(inputs, use_cache=True, logits_to_keep=1, **{cache_name: cache})
+        out = model(inputs, use_cache=True, logits_to_keep=1, **past)
         logits.append(out.logits[0, -1].float())
         tokens.append(int(logits[-1].argmax()))  # waits for the GPU
         times.append(time.perf_counter() - start)

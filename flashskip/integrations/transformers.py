@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from typing import Any
 
@@ -163,8 +164,8 @@ class FlashSkipAttention:
         UnsupportedVariant
             If the layer asks for what there is no kernel for; the message names it.
         """
-        _refuse_unsupported(dropout=dropout, output_attentions=output_attentions, **kwargs)
-        mask = _resolve_mask(attention_mask, module, query, key, sliding_window, is_causal)
+        refuse_unsupported(dropout=dropout, output_attentions=output_attentions, **kwargs)
+        mask = resolve_mask(attention_mask, module, query, key, sliding_window, is_causal)
         name = "decode" if mask.qo_len == 1 else "prefill"
         phase = self._phase(module, name, query.device)
         skipping = self.config.options(
@@ -237,7 +238,7 @@ def _keep_from_flash_attention_preload() -> None:
     modeling_utils.lazy_import_flash_attention = preload_others
 
 
-def _resolve_mask(
+def resolve_mask(
     mask: object,
     module: nn.Module,
     query: Tensor,
@@ -264,7 +265,7 @@ def _resolve_mask(
     return AttentionMask(query.shape[0], query.shape[2], key.shape[2], causal, window_left)
 
 
-def _refuse_unsupported(dropout: float, output_attentions: bool | None, **kwargs: object) -> None:
+def refuse_unsupported(dropout: float, output_attentions: bool | None, **kwargs: object) -> None:
     """Raise for arguments that would change the result and have no kernel."""
     given = [name for name in _REFUSED if kwargs.get(name) is not None]
     if output_attentions:
@@ -276,3 +277,9 @@ def _refuse_unsupported(dropout: float, output_attentions: bool | None, **kwargs
             f"the model passes {given[0]}; flashskip computes inference attention without it. "
             "Drop it, or load the model with attn_implementation='eager'."
         )
+
+
+def cache_argument(model: nn.Module) -> str:
+    """Return what `forward` calls its KV cache; the name changed between releases."""
+    parameters = inspect.signature(model.forward).parameters
+    return next(name for name in ("cache", "past_key_values") if name in parameters)
