@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import logging
 import os
@@ -191,6 +192,17 @@ def directory_in_its_place(path: Path) -> None:
     (path / "file").write_text("x")
 
 
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def deep_metadata(path: Path) -> None:
+    body = b'{"digest":' * 100_000
+    header = entry_module._HEADER.pack(len(body), 0, hashlib.sha256(body).digest())
+    path.write_bytes(entry_module._MAGIC + header + body)
+
+
 def dangling_link(path: Path) -> None:
     path.unlink()
     path.symlink_to("nowhere")
@@ -205,7 +217,7 @@ def longer(path: Path) -> None:
     [
         truncate(0), truncate(0.001), truncate(0.5), truncate(0.9999), longer,
         flip(0), flip(0.003), flip(0.006), flip(0.5), flip(1), random_bytes, another_entry,
-        directory_in_its_place, dangling_link,
+        directory_in_its_place, dangling_link, pipe, deep_metadata,
     ],
 )  # fmt: skip
 def test_a_damaged_entry_is_rebuilt_once_with_one_warning(
@@ -242,8 +254,6 @@ def test_verify_names_what_is_damaged(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("metadata", [b"[]", b"7", b"{", b"{}", b'{"digest": 1}', b"\xff"])
 def test_metadata_that_is_not_ours_is_damage(tmp_path: Path, metadata: bytes) -> None:
-    import hashlib
-
     body = metadata + b"payload"
     header = entry_module._HEADER.pack(len(metadata), 7, hashlib.sha256(body).digest())
     (tmp_path / "x").write_bytes(entry_module._MAGIC + header + body)
@@ -328,7 +338,7 @@ def test_a_read_only_copy_serves_without_a_warning(
     def fail(*arguments: object, **options: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    for name in ("utime", "open", "mkdir", "unlink", "replace", "rename"):
+    for name in ("utime", "mkdir", "unlink", "replace", "rename"):
         monkeypatch.setattr(cache_module.os, name, fail)
     assert KernelCache(tmp_path).fetch(KEY, must_not_build).payload == ENTRY.payload
     assert warnings() == []

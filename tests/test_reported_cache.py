@@ -1,83 +1,85 @@
 """Cases from public bug reports about compiled kernels on disk (J), by processes of their own.
 
-`test_cache.py` goes through the faults one by one (J01 with a killed builder is there); here the
-cases are run as they were reported.
+`test_cache.py` goes through the faults one by one, `test_faults.py` through those that need a
+machine out of order; here the cases are run as they were reported.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+pytest.importorskip("cuda.bindings.nvrtc")
+
+from cold_start import BARRIER, ROOT, command, fetch, finish, kernels_in, launch, mounted
+
 from flashskip._jit import driver
 from flashskip._jit.entry import read_entry
 
-ROOT = Path(__file__).resolve().parent.parent
-pytest.importorskip("cuda.bindings.nvrtc")
-
-# A process that gets kernels from the cache that the environment names, and prints their hashes.
-FETCH = """
-import hashlib, logging, sys
-sys.path.insert(0, {root!r})
-from flashskip import _env
-from flashskip._jit import compile, kernel
-from flashskip._jit.render import Source
-logging.basicConfig(level="INFO", format="%(levelname)s %(message)s")
-cache = _env.kernel_cache()
-for n in range({kernels}):
-    text = 'extern "C" __global__ void k%d(int* p) {{ *p = %d; }}' % (n, n)
-    program = compile.Program("k%d" % n, Source(text + chr(10)), block=32)
-    cubin = kernel.fetch(program, cache).cubin
-    assert cubin[:4] == bytes([127]) + b"ELF"
-    print(hashlib.sha256(cubin).hexdigest())
-"""
-
-
-def start(root: Path = ROOT, kernels: int = 1, **environment: str | None) -> subprocess.Popen[str]:
-    """Start a process; None removes a variable."""
-    given = {**os.environ, "XDG_CACHE_HOME": None, "FLASHSKIP_CACHE_SEED": None, **environment}
-    return subprocess.Popen(
-        [sys.executable, "-c", FETCH.format(root=str(root), kernels=kernels)],
-        env={k: v for k, v in given.items() if v is not None},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-
-
-def finish(process: subprocess.Popen[str]) -> tuple[list[str], str]:
-    out, log = process.communicate(timeout=60)
-    assert process.returncode == 0, log
-    assert "Traceback" not in log
-    return out.split(), log
-
-
-def fetch(directory: Path, **options: object) -> tuple[list[str], str]:
-    return finish(start(FLASHSKIP_CACHE_DIR=str(directory), **options))  # type: ignore[arg-type]
-
-
-def kernels_in(directory: Path) -> list[Path]:
-    """All files, which must be sound entries."""
-    files = sorted(directory.iterdir())
-    for file in files:
-        assert read_entry(file).payload[:4] == b"\x7fELF"
-    return files
+TMPFS = ["mount", "-t", "tmpfs", "tmpfs"]
 
 
 # ---- J01 -----------------------------------------------------------------------------------------
 
 
 def test_reported_J01_eight_cold_processes_and_three_kernels(tmp_path: Path) -> None:
-    processes = [start(kernels=3, FLASHSKIP_CACHE_DIR=str(tmp_path)) for _ in range(8)]
-    results = [finish(process) for process in processes]
-    assert len({tuple(hashes) for hashes, _ in results}) == 1
-    assert "".join(log for _, log in results).count("INFO compiling k") == 3
-    assert len(kernels_in(tmp_path)) == 3
+    for number in range(5):
+        cache, go = tmp_path / f"cache{number}", tmp_path / f"go{number}"
+        cold = command(kernels=3, before=BARRIER.format(file=str(go)))
+        processes = [launch(cold, FLASHSKIP_CACHE_DIR=str(cache)) for _ in range(8)]
+        for process in processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+        go.write_text("")
+        results = [finish(process) for process in processes]
+        assert len({tuple(hashes) for hashes, _ in results}) == 1
+        assert len(results[0][0]) == 3
+        assert "".join(log for _, log in results).count("INFO compiling k") == 3
+        assert len(kernels_in(cache)) == 3
+
+
+# Stops in the middle of compiling.
+STUCK = """
+def stuck(program):
+    print("building", flush=True)
+    time.sleep(600)
+kernel.compile_cubin = stuck
+"""
+
+
+def test_reported_J01_a_killed_builder_and_three_that_wait(tmp_path: Path) -> None:
+    expected, _ = fetch(tmp_path / "elsewhere")
+    victim = launch(command(before=STUCK), FLASHSKIP_CACHE_DIR=str(tmp_path / "cache"))
+    assert victim.stdout is not None
+    assert victim.stdout.readline() == "building\n"
+    waiting = [
+        launch(
+            command(before='print("ready", flush=True)'),
+            FLASHSKIP_CACHE_DIR=str(tmp_path / "cache"),
+        )
+        for _ in range(3)
+    ]
+    for process in waiting:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    time.sleep(0.2)
+    victim.send_signal(signal.SIGKILL)
+    victim.communicate()
+    begin = time.monotonic()
+    results = [finish(process) for process in waiting]
+    assert time.monotonic() - begin < 15  # not the 20 seconds that a live builder is waited for
+    assert [hashes for hashes, _ in results] == [expected] * 3
+    assert "".join(log for _, log in results).count("INFO compiling") == 1
+    assert len(kernels_in(tmp_path / "cache")) == 1
 
 
 def test_reported_J01_leftovers_and_a_directory_that_disappears(tmp_path: Path) -> None:
@@ -93,6 +95,24 @@ def test_reported_J01_leftovers_and_a_directory_that_disappears(tmp_path: Path) 
     assert fetch(tmp_path)[0] == expected
 
 
+def test_reported_J01_a_directory_deleted_while_processes_run(tmp_path: Path) -> None:
+    cache, go = tmp_path / "cache", tmp_path / "go"
+    one = "program = compile.Program('k', Source('extern \"C\" __global__ void k() {}'), block=32)"
+    before = f"{one}; kernel.fetch(program, cache)\n{BARRIER.format(file=str(go))}"
+    processes = [launch(command(before=before), FLASHSKIP_CACHE_DIR=str(cache)) for _ in range(2)]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    shutil.rmtree(cache)
+    go.write_text("")
+    results = [finish(process) for process in processes]
+    assert results[0][0] == results[1][0]
+    logs = "".join(log for _, log in results)
+    assert "WARNING" not in logs
+    assert logs.count("INFO compiling k0 ") == 1
+    assert len(kernels_in(cache)) == 1
+
+
 # ---- J02 -----------------------------------------------------------------------------------------
 
 
@@ -101,18 +121,31 @@ def flipped(data: bytes) -> bytes:
     return data[:middle] + bytes(b ^ 1 for b in data[middle : middle + 64]) + data[middle + 64 :]
 
 
+def damaged_metadata(data: bytes) -> bytes:
+    return data.replace(b'"symbol"', b'"simbol"')
+
+
 @pytest.mark.parametrize(
     "damage",
-    [lambda d: b"", lambda d: d[: len(d) // 2], flipped, lambda d: os.urandom(len(d)), None],
-    ids=["empty", "half", "flipped", "random", "another kernel's"],
-)
+    [lambda d: b"", lambda d: d[: len(d) // 2], flipped, lambda d: os.urandom(len(d)),
+     damaged_metadata, "another kernel's", "a directory"],
+    ids=["empty", "half", "flipped", "random", "metadata", "another kernel's", "a directory"],
+)  # fmt: skip
 def test_reported_J02_a_damaged_file_costs_one_warning(
-    tmp_path: Path, damage: Callable[[bytes], bytes] | None
+    tmp_path: Path, damage: Callable[[bytes], bytes] | str
 ) -> None:
     expected, _ = fetch(tmp_path, kernels=2)
     files = {read_entry(file).metadata["symbol"]: file for file in kernels_in(tmp_path)}
     file = files["k0"]
-    file.write_bytes(files["k1"].read_bytes() if damage is None else damage(file.read_bytes()))
+    if damage == "another kernel's":
+        file.write_bytes(files["k1"].read_bytes())
+    elif isinstance(damage, str):
+        file.unlink()
+        file.mkdir()
+    else:
+        before = file.read_bytes()
+        file.write_bytes(damage(before))
+        assert file.read_bytes() != before
     hashes, log = fetch(tmp_path, kernels=2)
     assert hashes == expected
     assert log.count("WARNING") == 1
@@ -128,7 +161,7 @@ def test_reported_J02_a_damaged_file_costs_one_warning(
 
 def test_reported_J05_the_variable_is_used_first(tmp_path: Path) -> None:
     home, cache = tmp_path / "home", tmp_path / "cache"
-    finish(start(HOME=str(home), FLASHSKIP_CACHE_DIR=str(cache)))
+    finish(launch(command(), HOME=str(home), FLASHSKIP_CACHE_DIR=str(cache)))
     assert len(kernels_in(cache)) == 1
     assert not home.exists()
 
@@ -142,7 +175,7 @@ def test_reported_J05_an_unusable_place_costs_one_warning(tmp_path: Path, place:
         "variable": {"FLASHSKIP_CACHE_DIR": str(blocked / "cache")},
         "nowhere": {"HOME": "", "FLASHSKIP_CACHE_DIR": "/proc/flashskip"},
     }[place]  # type: ignore[assignment]
-    _, log = finish(start(kernels=2, **environment))
+    _, log = finish(launch(command(kernels=2), **environment))
     assert log.count("WARNING") == 1
     assert log.count("INFO compiling") == 2
     assert list(tmp_path.iterdir()) == [blocked]
@@ -156,10 +189,45 @@ def test_reported_J05_odd_characters_in_both_paths(tmp_path: Path) -> None:
     install.mkdir(parents=True)
     (install / "flashskip").symlink_to(ROOT / "flashskip")
     cache = tmp_path / ODD / "cache"
-    hashes, log = finish(start(install, FLASHSKIP_CACHE_DIR=str(cache)))
+    hashes, log = fetch(cache, root=install)
     assert "WARNING" not in log
     assert len(kernels_in(cache)) == 1
-    assert finish(start(install, FLASHSKIP_CACHE_DIR=str(cache))) == (hashes, "")
+    assert fetch(cache, root=install) == (hashes, "")
+
+
+def test_reported_J05_a_read_only_home(tmp_path: Path) -> None:
+    """A real one: with and without the variable that names another place, and for a user."""
+    home, cache = tmp_path / "home", tmp_path / "cache"
+    home.mkdir()
+    mounts = [[*TMPFS, "-o", "ro", str(home)]]
+    lines, log = mounted(mounts, [command(kernels=2)], HOME=str(home), FLASHSKIP_CACHE_DIR=None)
+    assert lines[-1] == "status 0"
+    assert log.count("WARNING") == 1
+    assert "Read-only file system" in log
+    assert log.count("INFO compiling") == 2
+    lines, log = mounted(mounts, [command()] * 2, HOME=str(home), FLASHSKIP_CACHE_DIR=str(cache))
+    assert lines == [lines[0], "status 0"] * 2
+    assert "WARNING" not in log
+    assert log.count("INFO compiling") == 1
+    assert len(kernels_in(cache)) == 1
+
+
+def test_reported_J05_a_file_system_of_64_kib(tmp_path: Path) -> None:
+    """The first of three kernels has room, the others have not; nothing half written remains."""
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    lines, log = mounted(
+        [[*TMPFS, "-o", "size=64k", str(cache)]],
+        [command(kernels=3, padding=70_000)] * 2 + [["ls", "-A", str(cache)]],
+        FLASHSKIP_CACHE_DIR=str(cache),
+    )
+    *hashes, first, last = lines
+    assert hashes[:4] == hashes[4:]
+    assert hashes[3] == last == "status 0"
+    assert first.endswith(".kernel")
+    assert log.count("WARNING cannot use the kernel cache") == 2  # once for each process
+    assert log.count("No space left on device") == 2
+    assert log.count("INFO compiling") == 5
 
 
 # ---- J07 -----------------------------------------------------------------------------------------

@@ -189,7 +189,8 @@ class KernelCache:
             path = self.directory / f"{key.file_name}.lock"
             with suppress(OSError):
                 _make_private(self.directory)
-                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+                descriptor = os.open(path, flags, 0o600)
         try:
             if descriptor >= 0:
                 self._wait_for(descriptor, key, deadline)

@@ -133,14 +133,19 @@ def _load_nvrtc() -> Any:
         raise CompileError(
             f"the compiler NVRTC is missing: {_PACKAGE} is not installed; run: {_INSTALL}"
         )
+    if version.split(".")[0] != str(_NVRTC_MAJOR):
+        raise CompileError(
+            f"the compiler NVRTC is of the wrong version: {_PACKAGE} {version} is installed and "
+            f"version {_NVRTC_MAJOR} is needed; run: {_INSTALL}"
+        )
     try:
         from cuda.bindings import nvrtc
 
         error, major, minor = nvrtc.nvrtcVersion()
     except Exception as cause:  # the loader's own errors differ between versions of cuda-bindings
         raise CompileError(
-            f"the compiler NVRTC could not be loaded ({cause}); {_PACKAGE} {version} is installed, "
-            f"version {_NVRTC_MAJOR} and cuda-python {_NVRTC_MAJOR} are needed; run: {_INSTALL}"
+            f"the compiler NVRTC could not be loaded ({_first_line(cause)}); {_PACKAGE} {version} is "
+            f"installed, version {_NVRTC_MAJOR} and cuda-python {_NVRTC_MAJOR} are needed; run: {_INSTALL}"
         ) from cause
     if error != nvrtc.nvrtcResult.NVRTC_SUCCESS or major != _NVRTC_MAJOR:
         raise CompileError(
@@ -152,6 +157,11 @@ def _load_nvrtc() -> Any:
             "the other library from LD_LIBRARY_PATH, so that the package's own is found"
         )
     return nvrtc
+
+
+def _first_line(cause: Exception) -> str:
+    """Say what went wrong; the loader goes on to list every directory that it searched."""
+    return next(filter(None, map(str.strip, str(cause).splitlines())), type(cause).__name__)
 
 
 def _compile(nvrtc: Any, program: Program) -> tuple[bytes, str]:

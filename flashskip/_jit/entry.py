@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import secrets
 import shutil
 import struct
@@ -77,7 +78,7 @@ def read_entry(path: Path) -> Entry:
     DamagedEntryError
         It is not a whole entry, or its checksum is wrong.
     """
-    with path.open("rb") as file:
+    with open(path, "rb", opener=_open_without_waiting) as file:
         data = file.read(_LARGEST_BYTES)
     start = len(_MAGIC) + _HEADER.size
     if len(data) < start or not data.startswith(_MAGIC):
@@ -90,11 +91,16 @@ def read_entry(path: Path) -> Entry:
     try:
         metadata = json.loads(data[start : start + metadata_size])
         known = {"content", "digest"} <= metadata.keys()
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         known = False
     if not known:
         raise DamagedEntryError(f"{path} has no valid metadata")
     return Entry(metadata, data[start + metadata_size :])
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    """Open whatever is in an entry's place: a pipe without a writer too must not be waited for."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def publish(directory: Path, key: Key, entry: Entry) -> None:

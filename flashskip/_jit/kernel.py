@@ -16,6 +16,7 @@ from .entry import Entry, Key
 
 _LOG = logging.getLogger("flashskip")
 _DEFAULT_SHARED_BYTES = 48 * 1024  # more must be asked for
+_REPORTED = Compiled.__annotations__.keys() - {"cubin"}  # what an entry says beside the cubin
 
 
 def key_of(program: Program) -> Key:
@@ -40,7 +41,12 @@ def fetch(program: Program, cache: KernelCache) -> Compiled:
     CompileError
         It cannot be compiled.
     """
-    entry = cache.fetch(key_of(program), lambda: build(program))
+    key = key_of(program)
+    entry = cache.fetch(key, lambda: build(program))
+    if _REPORTED - entry.metadata.keys():  # of a version of the package that reported less
+        _LOG.warning("the cached %s has no whole report; compiling it anew", program.symbol)
+        cache.discard(key)
+        entry = cache.fetch(key, lambda: build(program))
     return Compiled(cubin=entry.payload, **_report(entry.metadata))
 
 
@@ -68,7 +74,7 @@ def load(program: Program, cache: KernelCache) -> Kernel:
 
 def _report(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Pick what `Compiled` holds besides the cubin."""
-    return {name: fields[name] for name in Compiled.__annotations__ if name != "cubin"}
+    return {name: fields[name] for name in _REPORTED}
 
 
 class Kernel:
