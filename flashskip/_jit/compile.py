@@ -144,8 +144,9 @@ def _load_nvrtc() -> Any:
         error, major, minor = nvrtc.nvrtcVersion()
     except Exception as cause:  # the loader's own errors differ between versions of cuda-bindings
         raise CompileError(
-            f"the compiler NVRTC could not be loaded ({_first_line(cause)}); {_PACKAGE} {version} is "
-            f"installed, version {_NVRTC_MAJOR} and cuda-python {_NVRTC_MAJOR} are needed; run: {_INSTALL}"
+            f"the compiler NVRTC could not be loaded ({_first_line(cause)}); "
+            f"{_PACKAGE} {version} is installed, version {_NVRTC_MAJOR} and cuda-python "
+            f"{_NVRTC_MAJOR} are needed; run: {_INSTALL}"
         ) from cause
     if error != nvrtc.nvrtcResult.NVRTC_SUCCESS or major != _NVRTC_MAJOR:
         raise CompileError(
