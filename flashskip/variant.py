@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -130,15 +131,17 @@ _TAGS = {
 _UNTAGGED = ("op", "q_dtype", "kv_path", "skip", "order", "arch")
 
 
-def _rules(v: Variant) -> Iterator[tuple[bool, str]]:
-    """Pairs (holds, field at fault) for what the fields must satisfy together."""
-    skips = v.skip != "dense"
-    yield v.kv_dtype == v.q_dtype, "kv_dtype"
-    yield v.head_dim_vo == v.head_dim_qk, "head_dim_vo"
-    yield (v.order is not None) == (skips and v.op == "prefill"), "order"
-    yield (v.vote_kv is not None) == skips, "vote_kv"
-    yield skips or not v.stats, "stats"
-    yield skips or not v.bound, "bound"
+# What fields must satisfy together: the one at fault if they do not, and the condition, whose
+# parameters are the fields that it looks at.
+_RULES: tuple[tuple[str, Callable[..., bool]], ...] = (
+    ("kv_dtype", lambda q_dtype, kv_dtype: kv_dtype == q_dtype),
+    ("head_dim_vo", lambda head_dim_qk, head_dim_vo: head_dim_vo == head_dim_qk),
+    ("order", lambda op, skip, order: (order is not None) == (op == "prefill" and skip != "dense")),
+    ("vote_kv", lambda skip, vote_kv: (vote_kv is not None) == (skip != "dense")),
+    ("stats", lambda skip, stats: skip != "dense" or not stats),
+    ("bound", lambda skip, bound: skip != "dense" or not bound),
+)
+_READ_BY_RULE = [tuple(inspect.signature(holds).parameters) for _, holds in _RULES]
 
 
 @cache
@@ -148,7 +151,16 @@ def fault(v: Variant) -> str | None:
     for name, values in domain.items():
         if getattr(v, name) not in values:
             return name
-    return next((name for holds, name in _rules(v) if not holds), None)
+    return next(_broken(dataclasses.asdict(v)), None)
+
+
+def _broken(fields: Mapping[str, object], last: str | None = None) -> Iterator[str]:
+    """Faults of complete rules; with `last`, the field set last, only of those that look at it."""
+    for (at_fault, holds), names in zip(_RULES, _READ_BY_RULE, strict=True):
+        if last is not None and (last not in names or not fields.keys() >= set(names)):
+            continue
+        if not holds(*(fields[name] for name in names)):
+            yield at_fault
 
 
 def supported(v: Variant) -> bool:
@@ -165,13 +177,23 @@ def alternatives(v: Variant, field: str) -> list[object]:
 @cache
 def every() -> tuple[Variant, ...]:
     """All supported Variants, in a fixed order."""
-    found = []
-    for op, domain in DOMAINS.items():
-        for values in itertools.product(*domain.values()):
-            v = Variant(op=op, **dict(zip(domain, values, strict=True)))  # type: ignore[arg-type]
-            if supported(v):
-                found.append(v)
-    return tuple(found)
+    return tuple(
+        Variant(**fields)  # type: ignore[arg-type]
+        for op in DOMAINS
+        for fields in _completions({"op": op}, list(DOMAINS[op]))
+    )
+
+
+def _completions(fields: dict[str, object], names: Sequence[str]) -> Iterator[dict[str, object]]:
+    """Give the fields `names` all values that break no rule, dropping bad beginnings early."""
+    if not names:
+        yield fields
+        return
+    name, *rest = names
+    for value in DOMAINS[str(fields["op"])][name]:
+        longer = {**fields, name: value}
+        if not any(_broken(longer, name)):
+            yield from _completions(longer, rest)
 
 
 @cache
@@ -181,11 +203,12 @@ def _by_symbol() -> dict[str, Variant]:
 
 def _pair_masks(variants: Sequence[Variant]) -> dict[Variant, int]:
     """All pairs of (field, value) of each Variant as the bits of one number."""
-    bits: dict[object, int] = {}
+    numbers: dict[object, int] = {}
+    bits: dict[tuple[int, int], int] = {}
     names = [f.name for f in dataclasses.fields(Variant) if f.name != "op"]
     masks = {}
     for v in variants:
-        items = [(v.op, name, getattr(v, name)) for name in names]
+        items = [numbers.setdefault((v.op, n, getattr(v, n)), len(numbers)) for n in names]
         mask = 0
         for pair in itertools.combinations(items, 2):
             mask |= 1 << bits.setdefault(pair, len(bits))
