@@ -29,10 +29,11 @@ def is_gpu_test(item: pytest.Item) -> bool:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs a GPU that is not here."""
-    if has_hopper():
-        return
     for item in filter(is_gpu_test, items):
-        item.add_marker(pytest.mark.skip(reason="needs a Hopper GPU (compute capability 9.0)"))
+        if not has_hopper():
+            item.add_marker(pytest.mark.skip(reason="needs a Hopper GPU (compute capability 9.0)"))
+        elif item.get_closest_marker("two_gpus") and torch.cuda.device_count() < 2:
+            item.add_marker(pytest.mark.skip(reason="needs two GPUs"))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

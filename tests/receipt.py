@@ -17,6 +17,7 @@ RECEIPTS = {  # by the marker of the tests
     "gpu": RESULTS / "gpu_tests.json",
     "gpu_fuzz": RESULTS / "gpu_fuzz.json",
     "gpu_sanitize": RESULTS / "gpu_sanitize.json",
+    "two_gpus": RESULTS / "two_gpus.json",
 }
 
 # What a GPU test depends on: everything that is compiled for the GPU or launches on it.
@@ -78,7 +79,7 @@ def read(marker: str) -> dict[str, Any] | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def _machine() -> dict[str, str]:
+def _machine() -> dict[str, Any]:
     import torch
 
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -86,7 +87,11 @@ def _machine() -> dict[str, str]:
         driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         driver = "unknown"
-    return {"gpu": torch.cuda.get_device_name(), "driver": driver.split("\n")[0].strip()}
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "gpus": torch.cuda.device_count(),
+        "driver": driver.split("\n")[0].strip(),
+    }
 
 
 def _versions() -> dict[str, str]:

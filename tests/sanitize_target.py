@@ -60,6 +60,19 @@ def compile_with_line_info() -> None:
     _kernels.program_for = program_for
 
 
+def prefill_kernel(number: int) -> Variant:
+    """The kernel of an example of PREFILL."""
+    head_dim, dtype, options = PREFILL[number]
+    return prefill_gpu.variant(head_dim, dtype, **options)
+
+
+def decode_kernel(number: int) -> Variant:
+    """The kernel of an example of DECODE."""
+    _, (num_qo_heads, num_kv_heads), cache, options = DECODE[number]
+    shape = {n: cache[n] for n in ("head_dim", "page_size", "dtype", "q_len") if n in cache}
+    return paged.variant(num_qo_heads // num_kv_heads, **shape, **options)
+
+
 def with_sinks(options: dict, heads: int, device: str) -> dict:
     """Options with a tensor where they ask for sinks."""
     if "sinks" not in options:

@@ -253,6 +253,10 @@ def test_the_target_runs_and_is_representative(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(prefill_gpu, "DEVICE", "cpu")
     kernels = [*sanitize_target.prefill("cpu"), *sanitize_target.decode("cpu")]
+    assert kernels == [
+        *map(sanitize_target.prefill_kernel, range(len(sanitize_target.PREFILL))),
+        *map(sanitize_target.decode_kernel, range(len(sanitize_target.DECODE))),
+    ]
     assert all(map(supported, kernels))
     for op in ("prefill", "decode"):
         own = [v for v in kernels if v.op == op]
