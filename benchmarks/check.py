@@ -64,12 +64,17 @@ def _decode_samples(case: DecodeCase, data: DecodeData, out: Tensor, paged: bool
             not paged
         ):  # in the order of storage; then cold tiles lie anywhere, and nothing is skipped
             pages = torch.arange(pages_per_request, device=out.device) + request * pages_per_request
-        k, v = (x[pages].flatten(0, 1)[: case.kv_len] for x in (data.k, data.v))
+        k, v = (_take(x, pages).flatten(0, 1)[: case.kv_len] for x in (data.k, data.v))
         last_key = torch.tensor([case.kv_len - 1], device=out.device)
         q = data.q[request : request + 1]
         expected, mass = _attention(q, k, v, last_key, data.cold[request], DECODE_TILE)
         samples.append((out[request : request + 1], expected, mass))
     return samples
+
+
+def _take(x: Tensor, rows: Tensor) -> Tensor:
+    """Index the first dimension; an 8-bit float type, which has no such kernel, as bytes."""
+    return x.view(torch.uint8)[rows].view(x.dtype) if x.itemsize == 1 else x[rows]
 
 
 def _attention(

@@ -10,6 +10,8 @@ from torch import Tensor
 from benchmarks.cases import Case
 from benchmarks.data import Data
 
+NOT_ASKED = "not one of this contestant's cases"  # a reason that no table needs to repeat
+
 
 class Unsupported(Exception):
     """A contestant cannot run here, or not this case; the message is printed in its place."""
@@ -25,9 +27,9 @@ class Prepared:
     )  # the output as [rows, heads, head_dim_vo]
     plan: Callable[[], object] | None = None  # what a serving loop repeats when shapes change
     skipped_share: Callable[[], float] | None = None  # of visited tiles, counted in an untimed run
-    paged: bool = (
-        True  # in decode: reads through the page table, not pages in their order of storage
-    )
+    # Where the case has a page table: read through it. False in a prefill: ragged K and V instead;
+    # in a decode: pages in their order of storage, the ceiling of those that look them up.
+    paged: bool = True
     note: str = ""
 
 

@@ -29,6 +29,17 @@ _CHUNK = 1 << 27  # elements of the noise that exists in float32 at a time
 
 
 @dataclass
+class Pages:
+    """k, v ``[pages, page_size, num_kv_heads, head_dim]`` and the page table, on the device."""
+
+    k: Tensor
+    v: Tensor
+    indptr: Tensor
+    indices: Tensor
+    last_page_len: Tensor
+
+
+@dataclass
 class PrefillData:
     """q, k, v ``[nnz, heads, head_dim]`` and the index pointers, on the device."""
 
@@ -38,6 +49,7 @@ class PrefillData:
     qo_indptr: Tensor
     kv_indptr: Tensor
     cold: list[Tensor]  # of each request: bool [num_kv_heads, tiles]
+    pages: Pages | None = None  # the same K and V in shuffled pages, where the case asks for them
 
 
 @dataclass
@@ -80,8 +92,35 @@ def _prefill_data(case: PrefillCase, share: float, g: torch.Generator) -> Prefil
     q = _rows(sum(case.qo_lens), direction.repeat_interleave(group, 0), lift, case.dtype, g)
     k = _rows(sum(case.kv_lens), direction, lift, case.dtype, g, torch.cat(hot_of_key, 1).t())
     v = _noise((sum(case.kv_lens), case.num_kv_heads, case.head_dim_vo), case.dtype, g)
-    return PrefillData(
-        q, k, v, _indptr(case.qo_lens, g.device), _indptr(case.kv_lens, g.device), cold
+    pages = _into_pages(k, v, case.kv_lens, case.page_size, g) if case.page_size else None
+    indptrs = (_indptr(lens, g.device) for lens in (case.qo_lens, case.kv_lens))
+    return PrefillData(q, k, v, *indptrs, cold, pages)
+
+
+def _into_pages(
+    k: Tensor, v: Tensor, kv_lens: tuple[int, ...], page_size: int, g: torch.Generator
+) -> Pages:
+    """Copy ragged K and V into the pages of a cache, in random order."""
+    counts = tuple(-(-n // page_size) for n in kv_lens)
+    indices = torch.randperm(sum(counts), generator=g, device=g.device)
+    slots, first = [], 0
+    for kv_len, count in zip(kv_lens, counts, strict=True):
+        token = torch.arange(kv_len, device=g.device)
+        page = indices[first + token // page_size]
+        slots.append(page * page_size + token % page_size)
+        first += count
+    slot = torch.cat(slots)
+    caches = []
+    for x in (k, v):
+        cache = x.new_zeros(sum(counts) * page_size, *x.shape[1:])
+        cache[slot] = x
+        caches.append(cache.unflatten(0, (-1, page_size)))
+    last = [n - (count - 1) * page_size for n, count in zip(kv_lens, counts, strict=True)]
+    return Pages(
+        *caches,
+        indptr=_indptr(counts, g.device),
+        indices=indices.int(),
+        last_page_len=torch.tensor(last, dtype=torch.int32, device=g.device),
     )
 
 
@@ -107,8 +146,8 @@ def _decode_data(case: DecodeCase, share: float, g: torch.Generator) -> DecodeDa
     last = case.kv_len - (per_request - 1) * case.page_size
     return DecodeData(
         q=_rows(case.batch_size, direction.repeat_interleave(group, 0), lift, case.dtype, g),
-        k=_rows(slots, direction, lift, case.dtype, g, hot).view(shape),
-        v=_noise(shape, case.dtype, g),
+        k=_rows(slots, direction, lift, case.cache_dtype, g, hot).view(shape),
+        v=_noise(shape, case.cache_dtype, g),
         indptr=_indptr((per_request,) * case.batch_size, device),
         indices=page_table.flatten().int(),
         last_page_len=torch.full((case.batch_size,), last, dtype=torch.int32, device=device),
@@ -158,7 +197,9 @@ def _rows(
 
 
 def _noise(shape: tuple[int, ...], dtype: str, g: torch.Generator) -> Tensor:
-    return torch.empty(shape, dtype=getattr(torch, dtype), device=g.device).normal_(generator=g)
+    wanted = getattr(torch, dtype)
+    drawn = torch.float16 if wanted.itemsize == 1 else wanted  # an 8-bit type has no generator
+    return torch.empty(shape, dtype=drawn, device=g.device).normal_(generator=g).to(wanted)
 
 
 def _indptr(lens: tuple[int, ...], device: torch.device) -> Tensor:

@@ -13,20 +13,26 @@ import torch
 from flashskip._jit.compile import nvrtc_version
 
 _ROOT = Path(__file__).parent.parent
+PEERS = ("flashinfer-python", "flash-attn-4", "vllm")
 _SOURCES = ("flashskip", "templates", "csrc", "benchmarks")
 
 
-def describe(device: torch.device) -> dict[str, str]:
-    """Return names and versions of all that a time depends on."""
+def describe(device: torch.device, commit: str = "") -> dict[str, str]:
+    """Return names and versions of all that a time depends on.
+
+    `commit` names that of the sources where this copy of them has no git; the digest identifies
+    them in any case.
+    """
     about = {
         "device": device.type,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "nvrtc": nvrtc_version(),
         "cuda-bindings": _version("cuda-bindings"),
-        "commit": _output("git", "-C", str(_ROOT), "rev-parse", "HEAD"),
+        "commit": commit or _output("git", "-C", str(_ROOT), "rev-parse", "HEAD"),
         "sources_sha256": source_digest(),
     }
+    about |= {name: _version(name) for name in PEERS if _version(name) != "none"}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         about |= {

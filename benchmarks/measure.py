@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from benchmarks import ceilings, host, machine
-from benchmarks.cases import GROUPS, HOST_CASES, TINY_HOST_CASES, Case
+from benchmarks.cases import Case
 from benchmarks.check import check_output
-from benchmarks.contestant import Contestant, Unsupported
+from benchmarks.contestant import NOT_ASKED, Contestant, Unsupported
 from benchmarks.data import MARGIN, THRESHOLD, Data, make_data
+from benchmarks.groups import GROUPS, HOST_CASES
 from benchmarks.peers import CONTESTANTS
 from benchmarks.peers.flashskip import first_plan_seconds
 from benchmarks.report import summary
@@ -41,17 +42,28 @@ class Measurement:
         *,
         case_filter: str = "",
         contestants: Iterable[Contestant] = CONTESTANTS,
+        commit: str = "",
+        cold: bool = False,
     ) -> None:
         self.path = path
         self.clock = Clock(device)
-        self.contestants = tuple(contestants)
         self.cases = [case for case in GROUPS[group] if case_filter in case.name]
-        self.host_cases = TINY_HOST_CASES if group == "tiny" else HOST_CASES
+        self.host_cases = HOST_CASES[group]
+        self.cold = cold  # the kernel cache was empty at first: the builds are timed
         if path.exists():
             self.results: Results = json.loads(path.read_text())
         else:
-            self.results = new_results(group, device)
+            self.results = new_results(group, device, commit)
         self.save()
+        self.contestants = tuple(c for c in contestants if self.is_present(c))
+
+    def is_present(self, contestant: Contestant) -> bool:
+        """Whether a contestant can run on this machine; if not, say why, once."""
+        reason = contestant.available()
+        if reason and contestant.name not in self.results["absent"]:
+            print(f"without {contestant.name}: {reason}", flush=True)
+            self.results["absent"][contestant.name] = reason
+        return not reason
 
     def run(self, time_budget: float) -> None:
         """Do the steps that are left, as many as fit into `time_budget` seconds."""
@@ -93,7 +105,7 @@ class Measurement:
 
     def measure_kernels(self) -> None:
         """Measure how long each kernel takes to load from the disk cache."""
-        if self.clock.device.type == "cuda":
+        if self.cold:
             for variant in first_plan_seconds:
                 hit = host.cache_hit_ms(variant)
                 self.results["kernels"].setdefault(variant.symbol, {})["cache_hit_ms"] = hit
@@ -104,21 +116,25 @@ class Measurement:
         entries: dict[str, dict[str, Any]] = {}
         calls = {}
         for contestant in self.contestants:
-            entry = entries[contestant.name] = {"ours": contestant.ours, "skips": contestant.skips}
+            entry = {"ours": contestant.ours, "skips": contestant.skips}
             self.doing(f"{case.name} {share}", contestant.name)
             try:
                 calls[contestant.name] = self.admit(contestant, case, data, entry)
             except Unsupported as error:
+                if str(error) == NOT_ASKED:
+                    continue
                 entry["unsupported"] = str(error)
             except Exception as error:  # one contestant's failure is not another's
                 entry["failed"] = f"{type(error).__name__}: {error}"[:500]
                 self.clock.synchronize()  # raises if it left the device unusable
+            entries[contestant.name] = entry
         self.doing(f"{case.name} {share}", "timing " + ", ".join(calls))
         cold_l2 = case.op == "decode" and self.clock.device.type == "cuda"
         for name, timing in interleave(calls, self.clock, cold_l2=cold_l2).items():
             entries[name] |= {"rounds_ms": timing.rounds_ms, "reps": timing.reps}
-        for variant, seconds in first_plan_seconds.items():
-            self.results["kernels"].setdefault(variant.symbol, {"first_plan_s": seconds})
+        if self.cold:
+            for variant, seconds in first_plan_seconds.items():
+                self.results["kernels"].setdefault(variant.symbol, {"first_plan_s": seconds})
         self.results["records"].append(
             {
                 "op": case.op,
@@ -134,7 +150,7 @@ class Measurement:
         self, contestant: Contestant, case: Case, data: Data, entry: dict[str, Any]
     ) -> Callable[[], object]:
         """Prepare a contestant and check what it computes; return the call to time."""
-        reason = contestant.available() or self.death_of(contestant.name, case)
+        reason = self.death_of(contestant.name, case)
         if reason:
             raise Unsupported(reason)
         prepared = contestant.prepare(case, data)
@@ -143,10 +159,14 @@ class Measurement:
         entry["check"] = check_output(case, data, out, skips=contestant.skips, paged=prepared.paged)
         if prepared.note:
             entry["note"] = prepared.note
+        if not prepared.paged:
+            entry["unpaged"] = True
         if entry["check"]["error"] > entry["check"]["tolerance"]:
             raise WrongResult("error {error:.2g}, at most {tolerance:.2g}".format(**entry["check"]))
         if prepared.skipped_share is not None:
             entry["skipped"] = prepared.skipped_share()
+        if case.graph and self.clock.device.type == "cuda":
+            return captured(prepared.run)
         return prepared.run
 
     def death_of(self, contestant: str, case: Case) -> str:
@@ -169,14 +189,23 @@ class Measurement:
         save(self.path, self.results)
 
 
-def new_results(group: str, device: torch.device) -> Results:
+def captured(run: Callable[[], object]) -> Callable[[], object]:
+    """Return the replay of a CUDA graph of one run."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def new_results(group: str, device: torch.device, commit: str = "") -> Results:
     """Return results with nothing measured yet."""
     return {
         "group": group,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "machine": machine.describe(device),
+        "machine": machine.describe(device, commit),
         "data": {"margin": MARGIN, "threshold": THRESHOLD},
         "ceilings": {},
+        "absent": {},
         "records": [],
         "host": {},
         "kernels": {},

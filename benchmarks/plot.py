@@ -11,7 +11,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.report import RATES, Results, rows
+from benchmarks.rows import RATES, Results, rows
 
 _INK, _MUTED = "#222222", "#8a8a8a"
 _SWEEP = 3  # points that make a curve; a line through fewer would claim more than was measured

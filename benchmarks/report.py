@@ -2,105 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from benchmarks.timing import Timing, speedup
-
-Results = dict[str, Any]
-RATES = {"prefill": ("TFLOP/s", 1e9, "gemm_tflops"), "decode": ("GB/s", 1e6, "read_gbps")}
-
-
-@dataclass(frozen=True)
-class Row:
-    """One record, with what follows from its times."""
-
-    op: str
-    case: str
-    share: float  # as asked of the data
-    work: float
-    timings: dict[str, Timing]
-    entries: dict[str, dict[str, Any]]
-
-    @classmethod
-    def of(cls, record: dict[str, Any]) -> Row:
-        """Read a record of a result file."""
-        entries = record["contestants"]
-        timings = {
-            name: Timing(entry["rounds_ms"], entry["reps"])
-            for name, entry in entries.items()
-            if "rounds_ms" in entry
-        }
-        return cls(record["op"], record["case"], record["share"], record["work"], timings, entries)
-
-    def rate(self, name: str) -> float | None:
-        """Return dense-equivalent TFLOP/s or GB/s."""
-        if name not in self.timings:
-            return None
-        return self.work / self.timings[name].median_ms / RATES[self.op][1]
-
-    def speedup(self, base: str | None, other: str | None) -> float | None:
-        """Return how many times faster `other` is than `base`, where both were timed."""
-        if base not in self.timings or other not in self.timings:
-            return None
-        return speedup(self.timings[base], self.timings[other])
-
-    @property
-    def own_dense(self) -> str | None:
-        """Our contestant without a skip test."""
-        return self._first(ours=True, skips=False)
-
-    @property
-    def own_skip(self) -> str | None:
-        """Our contestant with one."""
-        return self._first(ours=True, skips=True)
-
-    @property
-    def best_dense_peer(self) -> str | None:
-        """The fastest dense contestant that is not ours."""
-        peers = [n for n in self.timings if self._is(n, ours=False, skips=False)]
-        return min(peers, key=lambda n: self.timings[n].median_ms, default=None)
-
-    @property
-    def skipped(self) -> float | None:
-        """The achieved share of skipped decisions."""
-        entry = self.entries.get(self.own_skip or "", {})
-        return entry.get("skipped")
-
-    @property
-    def ideal(self) -> float | None:
-        """Gain over dense if a skipped tile's second half of the work cost nothing."""
-        return None if self.skipped is None else 2 / (2 - self.skipped)
-
-    @property
-    def gain(self) -> float | None:
-        """Gain of our skip kernel over our dense one."""
-        return self.speedup(self.own_dense, self.own_skip)
-
-    def _is(self, name: str, **wanted: bool) -> bool:
-        return all(self.entries[name][key] == value for key, value in wanted.items())
-
-    def _first(self, **wanted: bool) -> str | None:
-        return next((n for n in self.timings if self._is(n, **wanted)), None)
-
-
-def rows(results: Results, op: str) -> list[Row]:
-    """Return the records of prefill or decode."""
-    return [Row.of(r) for r in results["records"] if r["op"] == op]
-
-
-def load_results(folder: Path) -> list[Results]:
-    """Return every result file measured on a GPU, oldest first."""
-    found = []
-    for path in sorted(folder.glob("*.json")):
-        results = json.loads(path.read_text())
-        if "records" in results and results["machine"]["device"] == "cuda":
-            found.append(results | {"file": path.name})
-    return sorted(found, key=lambda r: r["date"])
+from benchmarks import bars
+from benchmarks.machine import PEERS
+from benchmarks.rows import RATES, Results, Row, rows
 
 
 def write_tables(all_results: Iterable[Results], page: Path) -> None:
@@ -117,6 +25,8 @@ def write_tables(all_results: Iterable[Results], page: Path) -> None:
 def section(results: Results) -> str:
     """Return everything that one result file says, as Markdown."""
     parts = [f"## Group `{results['group']}`", _machine(results)]
+    if bars.bars(results):
+        parts += ["### Bars", bar_table(results)]
     for op in RATES:
         if rows(results, op):
             parts += [f"### {op.capitalize()}, dense", dense_table(results, op)]
@@ -129,6 +39,26 @@ def section(results: Results) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def bar_table(results: Results) -> str:
+    """Return what was to be reached, the figure, and whether it was."""
+    body = [
+        [b.what, b.where, _number(b.figure, 3), f"{'≤' if b.most else '≥'} {b.needed:g}", b.verdict]
+        for b in bars.bars(results)
+    ]
+    return _table(["what", "case", "figure", "asked", "verdict"], body)
+
+
+def bar_lines(results: Results) -> str:
+    """Return the bars as text, those that were missed first."""
+    found = sorted(bars.bars(results), key=lambda b: b.verdict)
+    lines = [
+        f"{b.verdict.strip('*'):<13}{_number(b.figure, 3):>8} {'≤' if b.most else '≥'} "
+        f"{b.needed:<5g} {b.what}: {b.where}"
+        for b in found
+    ]
+    return "\n".join([f"{results['file']}: {len(found)} bars", *lines])
+
+
 def dense_table(results: Results, op: str) -> str:
     """Dense contestants, and our skip kernel where nothing can be skipped."""
     unit, _, ceiling = RATES[op]
@@ -136,7 +66,7 @@ def dense_table(results: Results, op: str) -> str:
     names = list(dict.fromkeys(n for row in chosen for n in row.timings))
     header = [
         "case", *(f"{n}, {unit}" for n in names),
-        "dense over best peer", "skip over dense", "dense, % of ceiling",
+        "dense over best peer", "over unpaged peer", "skip over dense", "dense, % of ceiling",
     ]  # fmt: skip
     body = []
     for row in chosen:
@@ -144,16 +74,16 @@ def dense_table(results: Results, op: str) -> str:
         limit = results["ceilings"].get(ceiling)
         percent = None if own is None or limit is None else 100 * own / limit
         rates = [_number(row.rate(n), 0) for n in names]
-        ratios = [_number(row.speedup(row.best_dense_peer, row.own_dense)), _number(row.gain)]
-        body.append([row.case, *rates, *ratios, _number(percent, 0)])
-    return _table(header, body)
+        ratios = [row.speedup(peer, row.own_dense) for peer in (row.best_dense_peer, row.ceiling)]
+        body.append([row.case, *rates, *map(_number, (*ratios, row.gain)), _number(percent, 0)])
+    return _table(*_without_empty_columns(header, body))
 
 
 def skip_table(results: Results, op: str) -> str:
-    """Return our skip kernel against our dense kernel and the best dense peer."""
+    """Return our skip kernel against our dense kernel and the best peers."""
     header = [
         "case", "skipped", "dense, ms", "skip, ms (quartiles)", "gain", "ideal", "gain / ideal",
-        "over best dense peer", "executed, % of ceiling",
+        "over best dense peer", "over skipping peer (its skipped)", "executed, % of ceiling",
     ]  # fmt: skip
     body = []
     for row in rows(results, op):
@@ -161,18 +91,24 @@ def skip_table(results: Results, op: str) -> str:
             continue
         low, high = row.timings[row.own_skip].quartiles_ms
         time = row.timings[row.own_skip].median_ms
-        share = None if row.skipped is None else 100 * row.skipped
         relative = None if row.ideal is None else row.gain / row.ideal
         limit = results["ceilings"].get(RATES[op][2])
         known = row.ideal is not None and limit is not None
         executed = 100 * row.rate(row.own_skip) / row.ideal / limit if known else None
         body.append([
-            row.case, f"{_number(share, 1)} %", _number(row.timings[row.own_dense].median_ms, 3),
+            row.case, _percent(row.skipped), _number(row.timings[row.own_dense].median_ms, 3),
             f"{time:.3f} ({low:.3f} to {high:.3f})", _number(row.gain), _number(row.ideal),
             _number(relative, 3), _number(row.speedup(row.best_dense_peer, row.own_skip)),
-            _number(executed, 0),
+            _over_skipping_peer(row), _number(executed, 0),
         ])  # fmt: skip
-    return _table(header, body)
+    return _table(*_without_empty_columns(header, body))
+
+
+def _over_skipping_peer(row: Row) -> str:
+    peer = row.best_skipping_peer
+    if peer is None:
+        return _number(None)
+    return f"{_number(row.speedup(peer, row.own_skip))} ({_percent(row.skipped_by(peer))})"
 
 
 def host_table(results: Results) -> str:
@@ -218,9 +154,10 @@ def summary(results: Results, key: str) -> str:
 
 def _machine(results: Results) -> str:
     m, c = results["machine"], results["ceilings"]
+    peers = "".join(f"{name} {m[name]}, " for name in PEERS if name in m)
     line = (
         f"{results['date'][:10]}, {m['gpu']} (driver {m['driver']}), torch {m['torch']}, cuDNN "
-        f"{m['cudnn']}, cuda-bindings {m['cuda-bindings']}, NVRTC {m['nvrtc']}; sources "
+        f"{m['cudnn']}, {peers}cuda-bindings {m['cuda-bindings']}, NVRTC {m['nvrtc']}; sources "
         f"`{m['sources_sha256'][:12]}`, commit `{m['commit'][:12]}`; file `{results['file']}`."
     )
     if c:
@@ -233,21 +170,36 @@ def _machine(results: Results) -> str:
 
 def _failures(results: Results) -> Iterator[str]:
     """Say what has no number, and why."""
-    lines = []
+    where: dict[str, list[str]] = {}  # the cases of each contestant and reason
     for record in results["records"]:
         for name, entry in record["contestants"].items():
             reason = entry.get("unsupported") or entry.get("failed")
             if reason:
-                lines.append(f"- {record['case']} at {record['share']}, {name}: {reason}")
+                where.setdefault(f"{name}: {reason}", []).append(record["case"])
     for case, found in results["host"].items():
-        failed = {name: times["failed"] for name, times in found.items() if "failed" in times}
-        lines += [f"- host time of {case}, {name}: {reason}" for name, reason in failed.items()]
+        for name, times in found.items():
+            if "failed" in times:
+                where.setdefault(f"{name}, host time: {times['failed']}", []).append(case)
+    lines = [f"- {name}: {reason}" for name, reason in results.get("absent", {}).items()]
+    for what, cases in where.items():
+        lines.append(f"- {' '.join(what.split())} ({', '.join(dict.fromkeys(cases))})")
     for death in results["died"]:
         lines.append(f"- {death['step']}: given up in {death['contestant']} ({death['reason']})")
     lines += [f"- {key}: not run (time budget)" for key in results["not_run"]]
     if lines:
         yield "### Without a number"
         yield "\n".join(dict.fromkeys(lines))
+
+
+def _without_empty_columns(
+    header: list[str], body: list[list[str]]
+) -> tuple[list[str], list[list[str]]]:
+    kept = [i for i in range(len(header)) if any(line[i] != _number(None) for line in body)]
+    return [header[i] for i in kept], [[line[i] for i in kept] for line in body]
+
+
+def _percent(share: float | None) -> str:
+    return _number(None) if share is None else f"{100 * share:.1f} %"
 
 
 def _number(value: float | None, digits: int = 2) -> str:

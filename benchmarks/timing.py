@@ -1,9 +1,10 @@
 """Time of device work: contestants interleaved in rounds, each run behind a short spin.
 
-A GPU slows down with heat and power within seconds, so what is compared alternates in one loop and
-the ratio is taken within each round. The spin keeps the GPU busy until the host has enqueued the
-run, so that launch time stays out. With `cold_l2` a buffer larger than the L2 cache is read before
-each run (a written one would leave lines to be written back during it).
+A GPU slows down with heat and power within seconds, and the first run after a pause is faster than
+those that follow, so what is compared alternates in one loop, the first run of each turn does not
+count, and the ratio is taken within each round. The spin keeps the GPU busy until the host has
+enqueued the run, so that launch time stays out. With `cold_l2` a buffer larger than the L2 cache is
+read before each run (a written one would leave lines to be written back during it).
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import torch
 Call = Callable[[], object]
 
 ROUNDS = 5
+_LONG_ROUNDS = 3  # where a round of all contestants takes `_LONG_SECONDS` or more
+_LONG_SECONDS = 0.5
 _CPU_ROUNDS = 2  # enough to show that it works
-_ROUND_SECONDS = 0.03  # of each contestant
-_MIN_REPS, _MAX_REPS = 3, 12
+_TURN_SECONDS = 0.02  # of each contestant in a round; a longer run is counted once in it
+_MAX_REPS = 12
 _SPIN_HZ = 2e9  # cycles of torch.cuda._sleep in a second, at most
 _FLUSH_BYTES = 256 << 20
 
@@ -107,13 +110,15 @@ class Clock:
 def interleave(calls: dict[str, Call], clock: Clock, *, cold_l2: bool = False) -> dict[str, Timing]:
     """Time all calls in turns; every round gives one median per call."""
     on_cpu = clock.device.type == "cpu"
-    timings, spins = {}, {}
+    timings, spins, round_seconds = {}, {}, 0.0
     for name, call in calls.items():
         seconds, enqueueing = clock.warm_up(call)
-        reps = min(max(round(_ROUND_SECONDS / max(seconds, 1e-6)), _MIN_REPS), _MAX_REPS)
+        reps = min(max(round(_TURN_SECONDS / max(seconds, 1e-6)), 1), _MAX_REPS)
         timings[name] = Timing([], 1 if on_cpu else reps)
         spins[name] = min(max(2 * enqueueing, 100e-6), 4e-3)
-    for _ in range(_CPU_ROUNDS if on_cpu else ROUNDS):
+        round_seconds += seconds * (1 + reps)
+    rounds = _CPU_ROUNDS if on_cpu else _LONG_ROUNDS if round_seconds > _LONG_SECONDS else ROUNDS
+    for _ in range(rounds):
         for name, call in calls.items():
             times = clock.sample(call, timings[name].reps, spins[name], cold_l2)
             timings[name].rounds_ms.append(statistics.median(times))

@@ -1,21 +1,28 @@
 """The benchmark harness on a CPU: cases, data, timing, supervision, tables, figures."""
 
 import json
+import math
+import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from benchmarks import measure, report, supervise
-from benchmarks.cases import GROUPS, TINY, DecodeCase, PrefillCase
+from benchmarks import bars, machine, measure, report, rows, supervise
+from benchmarks.cases import DecodeCase, PrefillCase, chunk, prefill
 from benchmarks.check import check_output
-from benchmarks.contestant import Contestant, Prepared, Unsupported
-from benchmarks.data import THRESHOLD, make_data
-from benchmarks.peers import cudnn
+from benchmarks.contestant import NOT_ASKED, Contestant, Prepared, Unsupported
+from benchmarks.data import PREFILL_TILE, THRESHOLD, make_data
+from benchmarks.groups import DECODE_DENSE, GROUPS, HOST_CASES, HOST_DECODE, TINY
+from benchmarks.peers import CONTESTANTS, cudnn, flash_attention, flashinfer
+from benchmarks.peers import flashskip as ours
+from benchmarks.peers.probe import skipped_share
 from benchmarks.timing import Clock, Timing, interleave, speedup
 from flashskip import reference
 from flashskip.geometry import Geometry
+from flashskip.variant import supported
 
 CPU = torch.device("cpu")
 
@@ -28,8 +35,9 @@ def reference_result(case, data):
     else:
         geometry = Geometry.decode(case.num_qo_heads // case.num_kv_heads)
         k, v, kv_indptr = reference.gather_pages(
-            (data.k, data.v), data.indptr, data.indices, data.last_page_len
-        )
+            (data.k.to(data.q.dtype), data.v.to(data.q.dtype)),
+            data.indptr, data.indices, data.last_page_len,
+        )  # fmt: skip
         qo_indptr = torch.arange(case.batch_size + 1, dtype=torch.int32)
     result = reference.attention(
         data.q, k, v, qo_indptr=qo_indptr, kv_indptr=kv_indptr, geometry=geometry,
@@ -45,6 +53,7 @@ DATA_CASES = [
     PrefillCase("chunk", (128,), (2048,), True, 2, 1, 64, 64, "float16"),
     DecodeCase("page 16", 2, 2048, 4, 2, 64, 16, "float16"),
     DecodeCase("page 48, last one half full", 2, 2040, 3, 1, 64, 48, "float16"),
+    DecodeCase("fp8", 2, 2048, 4, 2, 64, 16, "float16", kv_dtype="float8_e4m3fn"),
 ]
 
 
@@ -75,6 +84,19 @@ def test_data_is_the_same_for_the_same_seed():
     assert sorted(one.indices.tolist()) == list(range(one.k.shape[0]))
 
 
+def test_pages_hold_what_ragged_keys_hold():
+    case = prefill((130, 1, 96), True, num_qo_heads=2, num_kv_heads=2, page_size=16)
+    data = make_data(case, 0.0, CPU)
+    k, v, kv_indptr = reference.gather_pages(
+        (data.pages.k, data.pages.v), data.pages.indptr, data.pages.indices,
+        data.pages.last_page_len,
+    )  # fmt: skip
+    assert torch.equal(kv_indptr, data.kv_indptr)
+    assert torch.equal(k, data.k)
+    assert torch.equal(v, data.v)
+    assert data.pages.indices.tolist() != sorted(data.pages.indices.tolist())
+
+
 @pytest.mark.parametrize("group", GROUPS)
 def test_cases_are_well_formed(group):
     cases = GROUPS[group]
@@ -92,6 +114,8 @@ def test_work_is_counted_as_the_field_does():
     assert case.work == 4 * 32 * 128 * 8192**2 / 2
     case = next(c for c in GROUPS["first"] if c.name == "decode-64x8192-page64")
     assert case.work == 64 * 8192 * 8 * 128 * 2 * 2
+    assert replace(case, kv_dtype="float8_e4m3fn").work == case.work / 2
+    assert chunk(2, 10, num_qo_heads=1, num_kv_heads=1).visible_pairs == 9 + 9  # 9 and 10
 
 
 @pytest.mark.parametrize("case", [*TINY[::2], PrefillCase("b2", (64,) * 2, (64,) * 2, True)])
@@ -103,6 +127,87 @@ def test_cudnn_adapter_computes_attention(case, monkeypatch):
     out = prepared.to_rows(prepared.run())
     check = check_output(case, data, out, skips=False, paged=prepared.paged)
     assert check["error"] < check["tolerance"]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        prefill((192, 130), True, num_qo_heads=2, num_kv_heads=1),
+        prefill(384, False, num_qo_heads=2, num_kv_heads=1),
+        chunk(100, 700, num_qo_heads=2, num_kv_heads=1),
+    ],
+    ids=lambda case: case.name,
+)
+def test_probe_counts_skipped_tiles(case):
+    data = make_data(case, 0.0, CPU)
+    head_dim = data.v.shape[-1]
+    dropped = 1  # of each request, where it has one
+
+    def attend(v, dropped=dropped):
+        """Add up the V that each row sees, but for one tile."""
+        outs, q_at, k_at = [], 0, 0
+        for qo_len, kv_len in zip(case.qo_lens, case.kv_lens, strict=True):
+            key = torch.arange(kv_len)
+            last = torch.arange(qo_len) + kv_len - qo_len if case.causal else key[-1:]
+            seen = (key <= last[:, None]).expand(qo_len, -1) & (key // PREFILL_TILE != dropped)
+            outs.append(seen.float() @ v[k_at : k_at + kv_len, 0].float())
+            q_at, k_at = q_at + qo_len, k_at + kv_len
+        return torch.cat(outs)[:, None].expand(-1, case.num_qo_heads, head_dim)
+
+    assert skipped_share(case, data, lambda v: attend(v, None), PREFILL_TILE) == 0
+    expected = skipped = 0
+    for qo_len, kv_len in zip(case.qo_lens, case.kv_lens, strict=True):
+        for block in range(0, qo_len, 64):
+            last = min(block + 64, qo_len) - 1 + kv_len - qo_len if case.causal else kv_len - 1
+            expected += last // PREFILL_TILE + 1
+            skipped += last // PREFILL_TILE >= dropped
+    assert skipped_share(case, data, attend, PREFILL_TILE) == pytest.approx(skipped / expected)
+
+
+def test_peers_say_why_they_are_absent_and_refuse_what_is_not_theirs():
+    prompt, step = TINY[0], TINY[2]
+    for contestant in CONTESTANTS:
+        if not contestant.ours and not torch.cuda.is_available():
+            assert "GPU" in contestant.available()
+    for prepare, case in (
+        (ours.prepare_unpaged, prompt),
+        (flash_attention.prepare_fa4, step),
+        (flash_attention.prepare_fa3, prompt),
+        (flashinfer.prepare_ragged.__wrapped__, step),
+        (flashinfer.prepare_paged.__wrapped__, prompt),
+        (flashinfer.prepare_fmha_v2.__wrapped__, step),
+        (flashinfer.prepare_xqa.__wrapped__, prompt),
+    ):
+        with pytest.raises(Unsupported, match=NOT_ASKED):
+            prepare(case, None)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_kernels_of_a_group_are_known_without_a_gpu(group):
+    found = ours.variants(GROUPS[group])
+    assert len(set(found)) == len(found) >= 3
+    assert all(map(supported, found))
+    ops = {case.op for case in GROUPS[group]}
+    assert {(v.op, v.skip, v.stats) for v in found} >= {
+        (op, *kind) for op in ops for kind in (("dense", False), ("threshold", True))
+    }
+
+
+def test_a_machine_without_a_gpu_gets_one_line(tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    command = ["-m", "benchmarks", "run", "--group", "first", "--out", tmp_path / "first.json"]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert "no GPU" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_commit_can_be_told_where_there_is_no_git():
+    assert machine.describe(CPU, "abc")["commit"] == "abc"
+    assert len(machine.describe(CPU)["sources_sha256"]) == 64
 
 
 def test_cudnn_refuses_what_it_would_compute_wrongly():
@@ -133,7 +238,7 @@ def contestants(case, data):
 def measured(tmp_path, monkeypatch):
     """A tiny run with a right, a wrong and a failing contestant."""
     monkeypatch.setitem(GROUPS, "tiny", TINY[2:])
-    monkeypatch.setattr(measure, "TINY_HOST_CASES", ())
+    monkeypatch.setitem(HOST_CASES, "tiny", ())
 
     def right(case, data):
         return Prepared(lambda: contestants(case, data), skipped_share=lambda: 0.5)
@@ -144,12 +249,16 @@ def measured(tmp_path, monkeypatch):
     def failing(case, data):
         raise RuntimeError("no such kernel")
 
+    def elsewhere(case, data):
+        raise Unsupported(NOT_ASKED)
+
     cast = (
         Contestant("right", right, skips=True, ours=True),
         Contestant("also right", right, ours=True),
         Contestant("wrong", wrong),
         Contestant("failing", failing),
         Contestant("absent", right, lambda: "not installed"),
+        Contestant("elsewhere", elsewhere),
     )
     path = tmp_path / "tiny.json"
     measure.Measurement(path, "tiny", CPU, contestants=cast).run(100.0)
@@ -164,7 +273,8 @@ def test_only_right_contestants_get_a_number(measured):
     assert entries["right"]["skipped"] == 0.5
     assert "WrongResult" in entries["wrong"]["failed"]
     assert "no such kernel" in entries["failing"]["failed"]
-    assert entries["absent"]["unsupported"] == "not installed"
+    assert results["absent"] == {"absent": "not installed"}
+    assert not {"absent", "elsewhere"} & set(entries)
     assert "doing" not in results
 
 
@@ -214,16 +324,17 @@ def test_supervision_goes_on_after_a_crash_and_a_hang(tmp_path):
     assert [d["reason"] for d in results["died"]] == ["exit status 7", "no sign of life"]
 
 
-def made_up(share, ours_ms):
+def made_up(share, ours_ms, name="made-up"):
     """A record with invented times, for the tables alone."""
 
     def entry(ms, **more):
         return {"ours": True, "skips": False, "rounds_ms": [ms, ms, ms], "reps": 3, **more}
 
     return {
-        "op": "decode", "case": "made-up", "share": share, "work": 4e9,
+        "op": "decode", "case": name, "share": share, "work": 4e9,
         "contestants": {
             "peer": entry(1.0, ours=False),
+            "unpaged": entry(0.8, ours=False, unpaged=True),
             "dense": entry(1.0),
             "skip": entry(ours_ms, skips=True, skipped=share),
             "gone": {"ours": False, "skips": False, "unsupported": "made up"},
@@ -249,7 +360,7 @@ def made_up_results(tmp_path):
     (folder / "a.json").write_text(json.dumps(results))
     (folder / "cpu.json").write_text(json.dumps(results | {"machine": {"device": "cpu"}}))
     (folder / "gpu_tests.json").write_text("{}")
-    return report.load_results(folder)
+    return rows.load_results(folder)
 
 
 def test_tables(made_up_results, tmp_path):
@@ -261,7 +372,7 @@ def test_tables(made_up_results, tmp_path):
     assert text.startswith("above\n")
     assert text.endswith("below\n")
     assert "stale" not in text
-    assert "| made-up | 4000 | 4000 | 4000 | 1.00 | 1.00 | 80 |" in text
+    assert "| made-up | 4000 | 5000 | 4000 | 4000 | 1.00 | 0.80 | 1.00 | 80 |" in text
     assert (
         "| made-up | 50.0 % | 1.000 | 0.800 (0.800 to 0.800) | 1.25 | 1.33 | 0.938 | 1.25 | 75 |"
         in text
@@ -272,6 +383,66 @@ def test_tables(made_up_results, tmp_path):
     assert "later: not run" in text
     report.write_tables(made_up_results, page)
     assert page.read_text() == text
+
+
+def test_bars_are_judged(made_up_results):
+    (results,) = made_up_results
+    assert bars.bars(results) == []
+    case = DECODE_DENSE[0]
+    host = {
+        "flashskip dense": {"run_us": 9.0, "plan_us": 18.0},
+        "flashinfer x": {"run_us": 30.0, "plan_us": 60.0},
+    }
+    shares = zip(case.shares, (1.0, 0.75, 0.7, 0.4), strict=True)
+    results |= {
+        "group": "decode",
+        "records": [made_up(share, ms, case.name) for share, ms in shares],
+        "host": {HOST_DECODE.name: host},
+    }
+    found = {(b.what, b.where): b for b in bars.bars(results)}
+    assert len(found) == len(bars.bars(results))
+
+    def judge(what, where=case.name):
+        bar = found[what, where]
+        return bar.figure, bar.verdict
+
+    assert judge("dense over best paged peer") == (1.0, "reached")
+    assert judge("dense over cuDNN on unpaged K and V") == (0.8, "**missed**")
+    assert judge("dense over best paged peer", DECODE_DENSE[1].name) == (None, "not measured")
+    assert judge("gain over 2/(2 − s)", f"{case.name}, 50 %")[0] == pytest.approx(1.0)
+    assert judge("gain over 2/(2 − s)", f"{case.name}, 75 %")[1] == "**missed**"
+    assert judge("CPU time of plan and run, µs", HOST_DECODE.name) == (27.0, "**missed**")
+    assert judge("CPU time of plan and run over FlashInfer's", HOST_DECODE.name) == (
+        0.3,
+        "**missed**",
+    )
+    text = report.bar_lines(results)
+    assert "missed" in text.splitlines()[1]
+    assert (
+        "| dense over best paged peer | decode-128x16384-page64-h64/8 | 1.000 | ≥ 1 | reached |"
+        in (report.section(results))
+    )
+
+
+def test_geometric_mean_needs_every_case(made_up_results):
+    (results,) = made_up_results
+    cases = bars.groups.PREFILL_DENSE
+
+    def record(case, ms):
+        return made_up(0.0, 1.0, case.name) | {
+            "op": "prefill",
+            "contestants": {
+                "peer": {"ours": False, "skips": False, "rounds_ms": [1.0] * 3, "reps": 1},
+                "dense": {"ours": True, "skips": False, "rounds_ms": [ms] * 3, "reps": 1},
+            },
+        }
+
+    results |= {"group": "prefill", "records": [record(c, 0.5) for c in cases[:-1]]}
+    mean = next(b for b in bars.bars(results) if "mean" in b.what)
+    assert mean.figure is None
+    results["records"].append(record(cases[-1], 2.0))
+    mean = next(b for b in bars.bars(results) if "mean" in b.what)
+    assert mean.figure == pytest.approx(math.prod([2.0] * 7 + [0.5]) ** (1 / 8))
 
 
 def test_figures_are_reproducible(made_up_results, tmp_path):
