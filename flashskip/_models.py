@@ -10,6 +10,7 @@ from pathlib import Path
 from .variant import DOMAINS, Variant, every
 
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
+LARGEST_BYTES = 1 << 24  # of a file that is read as text
 _SEVERAL_TOKENS = range(2, 9)  # q_len_per_req of a decode that is given more than one
 
 
@@ -91,9 +92,10 @@ def read_config(path: Path) -> Model:
     OSError, ValueError
         It cannot be read, or lacks what decides the kernels; the message names the key.
     """
+    text = _read_text(path)
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     whole = config if isinstance(config, dict) else {}
     if isinstance(config, dict):  # models of several parts describe the text part inside
@@ -137,8 +139,26 @@ def read_manifest(path: Path) -> list[Variant]:
     OSError, ValueError
         It cannot be read, or a symbol is unknown to this version.
     """
-    symbols = dict.fromkeys(path.read_text(encoding="utf-8").split())
-    return [Variant.from_symbol(symbol) for symbol in symbols]
+    symbols = dict.fromkeys(_read_text(path).split())
+    try:
+        return [Variant.from_symbol(symbol) for symbol in symbols]
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _read_text(path: Path) -> str:
+    """Read a file that a user named; whatever else has that name is refused, not waited for."""
+    size = path.stat().st_size
+    if not path.is_file():
+        raise ValueError(f"{path} is not a file; expected one of text. Check the path")
+    if size > LARGEST_BYTES:
+        raise ValueError(
+            f"{path} has {size} bytes; expected at most {LARGEST_BYTES}. Check the path"
+        )
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from None
 
 
 def _count(path: Path, config: Mapping[str, object], key: str, default: int | None = None) -> int:

@@ -139,6 +139,8 @@ def _warmup(args: argparse.Namespace) -> int:
     directory = _directory(args.out)
     programs, broken = _render(variants)
     print(f"{len(variants)} kernels for {args.arch} into {directory}")
+    if args.out is None:
+        kernel_cache.make_private(directory)
     outcome = build(programs, directory, jobs=args.jobs)
     failed = [*broken, *outcome.failed]
     print(f"{len(outcome.built)} built, {len(outcome.present)} there before, {len(failed)} failed")

@@ -149,7 +149,7 @@ class KernelCache:
             return
         path = self.directory / key.file_name
         try:
-            _make_private(self.directory)
+            make_private(self.directory)
             publish(self.directory, key, entry)
             prune(self.directory, self.max_bytes, keep=path)
         except OSError as error:
@@ -188,7 +188,7 @@ class KernelCache:
         if self.directory is not None and not self._memory.get(key.digest):
             path = self.directory / f"{key.file_name}.lock"
             with suppress(OSError):
-                _make_private(self.directory)
+                make_private(self.directory)
                 flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
                 descriptor = os.open(path, flags, 0o600)
         try:
@@ -290,6 +290,7 @@ def _matching(directory: Path, pattern: re.Pattern[str]) -> list[Path]:
         return []
 
 
-def _make_private(directory: Path) -> None:
+def make_private(directory: Path) -> None:
+    """Make a cache's directory, if it is not there, so that nobody else writes machine code."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     directory.mkdir(mode=0o700, exist_ok=True)
