@@ -186,6 +186,7 @@ def test_what_vllm_omni_cannot_say_is_refused():
 
 # -- checkpoints
 
+FORMULA = {"formula": "a * exp(b * target_sparsity)"}
 LLM = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "sparse_attention_config": {
@@ -276,10 +277,15 @@ def test_diffusion_components_clamp_by_default():
     [
         {"formula": "exp(log_a + b * target_sparsity)", "prefill": {"log_a": -10.0, "b": 2.0}},
         {"formula": "a*exp(b*target_sparsity)", "prefill": {"log_a": -10.0, "b": 2.0}},
-        {"prefill": {"a": 4.5399929762484854e-05, "b": 2.0}},
-        {"prefill": {"a": 4.5399929762484854e-05, "log_a": -10.0, "b": 2.0, "fit_logspace": True}},
+        {**FORMULA, "prefill": {"a": 4.5399929762484854e-05, "b": 2.0}},
+        {
+            **FORMULA,
+            "prefill": {
+                "a": 4.5399929762484854e-05, "log_a": -10.0, "b": 2.0, "fit_logspace": True,
+            },
+        },
     ],
-)
+)  # fmt: skip
 def test_spellings_of_the_coefficients(factor):
     config = SkipSoftmaxConfig.from_checkpoint(with_group(LLM, threshold_scale_factor=factor))
     assert config.coefficients["prefill"].a == pytest.approx(4.5399929762484854e-05, rel=1e-12)
@@ -305,7 +311,7 @@ def test_older_spellings():
 def test_observed_range_of_other_calibrators_is_kept():
     curve = {"a": 1.0, "b": 2.0, "min_observed_sparsity": 0.15, "max_observed_sparsity": 0.85}
     config = SkipSoftmaxConfig.from_checkpoint(
-        with_group(LLM, threshold_scale_factor={"prefill": curve}, target_sparsity=0.9)
+        with_group(LLM, threshold_scale_factor={**FORMULA, "prefill": curve}, target_sparsity=0.9)
     )
     with pytest.raises(ValueError, match=r"target_sparsity is 0.9.*0.15 to 0.85"):
         config.options("prefill", "x")
@@ -325,26 +331,37 @@ MALICIOUS = "__import__('os').system('touch pwned') * target_sparsity"
             {"threshold_scale_factor": {"formula": "a * b ** target_sparsity", "coefficients": {}}},
             r"formula is 'a \* b \*\* target_sparsity'; expected one of .* Pass threshold",
         ),
-        ({"threshold_scale_factor": {"prefill": {"a": 1.0}}}, r"\['prefill'\] is .*\{a, b\}"),
-        ({"threshold_scale_factor": {"prefill": {"b": 1.0}}}, r"\['prefill'\] is .*\{a, b\}"),
-        ({"threshold_scale_factor": {"prefill": {}}}, r"\['prefill'\] is"),
-        ({"threshold_scale_factor": {"prefill": 5.0}}, r"\['prefill'\] is 5.0"),
-        ({"threshold_scale_factor": {"prefill": {"a": -1.0, "b": 1.0}}}, "a is -1.0"),
-        ({"threshold_scale_factor": {"prefill": {"a": "1", "b": 1.0}}}, r"\['a'\] is '1'"),
-        ({"threshold_scale_factor": {"prefill": {"log_a": 9999.0, "b": 1.0}}}, "log_a"),
         (
-            {"threshold_scale_factor": {"prefill": {"a": 5.0, "log_a": 0.0, "b": 1.0}}},
+            {"threshold_scale_factor": {**FORMULA, "prefill": {"a": 1.0}}},
+            r"\['prefill'\] is .*\{a, b\}",
+        ),
+        (
+            {"threshold_scale_factor": {**FORMULA, "prefill": {"b": 1.0}}},
+            r"\['prefill'\] is .*\{a, b\}",
+        ),
+        ({"threshold_scale_factor": {**FORMULA, "prefill": {}}}, r"\['prefill'\] is"),
+        ({"threshold_scale_factor": {**FORMULA, "prefill": 5.0}}, r"\['prefill'\] is 5.0"),
+        ({"threshold_scale_factor": {**FORMULA, "prefill": {"a": -1.0, "b": 1.0}}}, "a is -1.0"),
+        (
+            {"threshold_scale_factor": {**FORMULA, "prefill": {"a": "1", "b": 1.0}}},
+            r"\['a'\] is '1'",
+        ),
+        ({"threshold_scale_factor": {**FORMULA, "prefill": {"log_a": 9999.0, "b": 1.0}}}, "log_a"),
+        (
+            {"threshold_scale_factor": {**FORMULA, "prefill": {"a": 5.0, "log_a": 0.0, "b": 1.0}}},
             "contradict each other",
         ),
         (
-            {"threshold_scale_factor": {"prefill": {"a": 1.0, "b": 1.0, "c": 2.0}}},
+            {"threshold_scale_factor": {**FORMULA, "prefill": {"a": 1.0, "b": 1.0, "c": 2.0}}},
             r"\['prefill'\] is",
         ),
-        ({"threshold_scale_factor": {"formula": "a * exp(b * target_sparsity)"}}, "formula, and"),
-        ({"threshold_scale_factor": {"video": {"a": 1.0, "b": 1.0}}}, "video"),
+        ({"threshold_scale_factor": FORMULA}, "formula, and"),
+        ({"threshold_scale_factor": {"prefill": {"a": 7.93, "b": 8.61}}}, "formula is None"),
+        ({"threshold_scale_factor": {**FORMULA, "video": {"a": 1.0, "b": 1.0}}}, "video"),
         (
             {
                 "threshold_scale_factor": {
+                    **FORMULA,
                     "coefficients": {"a": 1.0, "b": 1.0},
                     "prefill": {"a": 1.0, "b": 1.0},
                 }
@@ -447,7 +464,7 @@ def test_model_folder_and_file(tmp_path):
 
 
 def test_pipeline_folder_has_a_configuration_per_component(tmp_path):
-    other = {"coefficients": {"a": 5.0, "b": 2.0}}
+    other = {**FORMULA, "coefficients": {"a": 5.0, "b": 2.0}}
     write(tmp_path / "model_index.json", {"_class_name": "WanPipeline"})
     write(tmp_path / "transformer/config.json", WAN)
     write(tmp_path / "transformer_2/config.json", with_group(WAN, threshold_scale_factor=other))

@@ -54,6 +54,14 @@ def test_reported_Q02_an_unknown_formula_is_refused(tmp_path: Path, formula: obj
         SkipSoftmaxConfig.from_checkpoint(saved(tmp_path, content))
 
 
+def test_reported_Q02_a_missing_formula_is_refused_and_the_file_named(tmp_path: Path) -> None:
+    content = checkpoint({"prefill": {"a": 7.93, "b": 8.61}})
+    [group] = content["sparse_attention_config"]["config_groups"].values()
+    del group["threshold_scale_factor"]["formula"]
+    with pytest.raises(ValueError, match=r"config\.json.*formula is None"):
+        SkipSoftmaxConfig.from_checkpoint(saved(tmp_path, content))
+
+
 def test_reported_Q02_a_and_its_logarithm_mean_the_same(tmp_path: Path) -> None:
     both = {"a": 7.93, "log_a": math.log(7.93), "b": 8.61}
     spellings = [{k: both[k] for k in keys} for keys in (("a", "b"), ("log_a", "b"), tuple(both))]

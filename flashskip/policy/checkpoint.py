@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from flashskip._options import refusal
 from flashskip.policy.formula import Coefficients
 from flashskip.policy.stored import read_coefficients, write_coefficients
-from flashskip.policy.values import checked_names, mapping, parse_json, plain
+from flashskip.policy.values import checked_names, load_mapping, mapping, plain
 
 if TYPE_CHECKING:
     from flashskip.policy.config import SkipSoftmaxConfig
@@ -193,12 +193,4 @@ def write_file(config: SkipSoftmaxConfig, path: str | os.PathLike[str]) -> None:
 
 def _load(path: Path) -> dict[str, Any]:
     """Parse a ``config.json``, given as the file or as its folder."""
-    file = path / "config.json" if path.is_dir() else path
-    loaded = parse_json(file)
-    if not isinstance(loaded, dict):
-        raise refusal(
-            f"{file} holds no object",
-            "an object",
-            "Correct the file",
-        )
-    return loaded
+    return load_mapping(path / "config.json" if path.is_dir() else path)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashskip._options import refusal
-from flashskip.policy.values import parse_json, plain
+from flashskip.policy.values import load_mapping, plain
 
 if TYPE_CHECKING:
     from flashskip.policy.config import SkipSoftmaxConfig
@@ -126,27 +126,7 @@ def write_vllm_omni(config: SkipSoftmaxConfig) -> dict[str, Any]:
 
 def _load(source: Source) -> Mapping[str, Any]:
     """Return a mapping: itself, or what a JSON or YAML file holds."""
-    if isinstance(source, Mapping):
-        return source
-    path = Path(source)
-    if path.suffix in (".yaml", ".yml"):
-        try:
-            import yaml  # type: ignore[import-untyped]
-        except ImportError as error:
-            raise ImportError(
-                f"{path} is YAML and PyYAML is not installed; expected it for such files. Install "
-                "pyyaml, or pass the parsed mapping."
-            ) from error
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
-    else:
-        loaded = parse_json(path)
-    if not isinstance(loaded, Mapping):
-        raise refusal(
-            f"{path} holds a {type(loaded).__name__}",
-            "a mapping",
-            "Correct the file",
-        )
-    return loaded
+    return source if isinstance(source, Mapping) else load_mapping(Path(source))
 
 
 def _refuse_unknown(where: str, spec: Mapping[str, Any], known: set[str]) -> None:

@@ -27,6 +27,20 @@ def over_checkpoint(
     *,
     gate_given: bool,
 ) -> SkipSoftmaxConfig:
+    """Return the user's configuration above a checkpoint's; what is wrong names the file too."""
+    try:
+        return _over_components(user, source, gate_given)
+    except (TypeError, ValueError) as error:
+        if isinstance(source, Mapping) or os.fspath(source) in str(error):
+            raise
+        raise type(error)(f"{os.fspath(source)}: {error}") from error
+
+
+def _over_components(
+    user: SkipSoftmaxConfig,
+    source: Mapping[str, Any] | str | os.PathLike[str],
+    gate_given: bool,
+) -> SkipSoftmaxConfig:
     """Return the user's configuration above a checkpoint's, for each of its components."""
     make = type(user)
     merged: dict[str | None, SkipSoftmaxConfig] = {}
@@ -37,7 +51,7 @@ def over_checkpoint(
         elif own.threshold is not None or own.threshold_scale_factor is not None:
             merged[name] = own  # needs no calibration
         else:
-            warnings.warn(f"{name} has no readable calibration: it is dense.", stacklevel=4)
+            warnings.warn(f"{name} has no readable calibration: it is dense.", stacklevel=5)
             merged[name] = make()
     if None in merged:
         return merged[None]

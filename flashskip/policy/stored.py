@@ -35,7 +35,7 @@ def read_coefficients(given: Any, own: Mapping[str, Any]) -> Coefficients | dict
             "a mapping with formula and coefficients",
             alternative,
         )
-    formula = _known_formula(given.get("formula", PLAIN))
+    formula = _known_formula(given.get("formula"))
     names = [key for key in given if key != "formula"]
     if not names or any(name not in (*PHASES, "coefficients") for name in names):
         raise refusal(
@@ -56,7 +56,7 @@ def read_coefficients(given: Any, own: Mapping[str, Any]) -> Coefficients | dict
 
 
 def _known_formula(text: Any) -> str:
-    """Return the formula that a text spells. Nothing from a file is evaluated."""
+    """Return the formula that a text spells: a and b alone say none. Nothing is evaluated."""
     for formula in _FORMULAS:
         if isinstance(text, str) and "".join(text.split()) == "".join(formula.split()):
             return formula

@@ -85,14 +85,38 @@ def matches(layer: str, component: str | None, patterns: Iterable[str]) -> bool:
     )
 
 
-def parse_json(path: Path) -> Any:
-    """Parse a file, and name it where it is damaged."""
+def load_mapping(path: Path) -> dict[str, Any]:
+    """Parse a JSON file, or a YAML file by its suffix, and name it where it is damaged."""
+    text = path.read_text(encoding="utf-8")
+    is_yaml = path.suffix in (".yaml", ".yml")
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        loaded = _parse_yaml(path, text) if is_yaml else json.loads(text)
     except ValueError as error:
         raise ValueError(
-            f"{path} is no whole JSON file ({error}); expected one. Write or copy it again."
+            f"{path} is no whole {'YAML' if is_yaml else 'JSON'} file ({error}); expected one. "
+            "Write or copy it again."
         ) from error
+    if not isinstance(loaded, dict):
+        raise refusal(
+            f"{path} holds a {type(loaded).__name__}",
+            "a mapping",
+            "Correct the file",
+        )
+    return loaded
+
+
+def _parse_yaml(path: Path, text: str) -> Any:
+    try:
+        import yaml  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise ImportError(
+            f"{path} is YAML and PyYAML is not installed; expected it for such files. Install "
+            "pyyaml, or pass the parsed mapping."
+        ) from error
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
 
 
 def plan_device(device: torch.device | str | None) -> torch.device:
