@@ -1,4 +1,7 @@
-"""The receipts of whole GPU runs: which sources passed, on what machine."""
+"""The receipts of whole GPU runs: which sources passed, on what machine.
+
+``python tests/receipt.py`` writes their figures into docs/reliability.md.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import hashlib
 import importlib.metadata
 import json
 import platform
+import re
 import subprocess
 from datetime import datetime, timezone
 from pathlib import Path
@@ -102,3 +106,55 @@ def _versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "absent"
     return versions
+
+
+# ---- figures for the documentation ---------------------------------------------------------------
+
+PAGE = ROOT / "docs" / "reliability.md"
+_FIGURES = re.compile(r"(<!-- receipts: begin -->\n).*(<!-- receipts: end -->)", re.DOTALL)
+
+
+def figures() -> str:
+    """A table of all receipts, each with the command that makes it anew."""
+    lines = ["| Command | Result | Machine, time |", "|---|---|---|"]
+    for marker in RECEIPTS:
+        receipt = read(marker)
+        command = f"`pytest -m {marker}`"
+        if receipt is None:
+            lines.append(f"| {command} | not run yet | |")
+            continue
+        lines.append(f"| {command} | {_result(receipt)} | {_circumstances(receipt)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _result(receipt: dict[str, Any]) -> str:
+    said = ", ".join(f"{n} {name}" for name, n in receipt["counts"].items() if n)
+    if "examples" in receipt:
+        decided = receipt["rows_decided"] / receipt["rows"]
+        said += (
+            f"; {receipt['examples']} random calls of {receipt['variants']} kernels, "
+            f"{receipt['rows']:,} rows, {decided:.1%} of them decided by the reference"
+        )
+    for run, found in receipt.get("runs", {}).items():
+        deliberate = f", {found['deliberate']} deliberate" if found["deliberate"] else ""
+        said += f"; {run}: {found['findings']} findings{deliberate} in {found['launches']} launches"
+    return said
+
+
+def _circumstances(receipt: dict[str, Any]) -> str:
+    machine, versions = receipt["machine"], receipt["versions"]
+    gpus = machine.get("gpus", 1)
+    return (
+        f"{f'{gpus} x ' if gpus > 1 else ''}{machine['gpu']}, driver {machine['driver']}, "
+        f"torch {versions['torch']}, NVRTC {versions['nvidia-cuda-nvrtc']}; "
+        f"{receipt['seconds']:.0f} s on {receipt['date'][:10]}"
+    )
+
+
+def written(page: str) -> str:
+    """The page with the figures of the present receipts between its two marks."""
+    return _FIGURES.sub(lambda m: m[1] + figures() + m[2], page)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text()))
