@@ -8,7 +8,12 @@ from pathlib import Path
 
 from benchmarks import bars
 from benchmarks.machine import PEERS
-from benchmarks.rows import RATES, Results, Row, rows
+from benchmarks.rows import RATES, Results, Row, figures, rows
+
+_CAPTIONS = {
+    "dense": "Rates of the dense contestants",
+    "speedup": "Speed-up over the own dense kernel against the achieved skip rate",
+}
 
 
 def write_tables(all_results: Iterable[Results], page: Path) -> None:
@@ -27,6 +32,8 @@ def section(results: Results) -> str:
     parts = [f"## Group `{results['group']}`", _machine(results)]
     if bars.bars(results):
         parts += ["### Bars", bar_table(results)]
+    for name in figures(results):
+        parts.append(f"![{_CAPTIONS[name]}](figures/{name}_{results['group']}.svg)")
     for op in RATES:
         if rows(results, op):
             parts += [f"### {op.capitalize()}, dense", dense_table(results, op)]

@@ -10,6 +10,7 @@ from typing import Any
 from benchmarks.timing import Timing, speedup
 
 Results = dict[str, Any]
+_SWEEP = 3  # points that make a curve; a line through fewer would claim more than was measured
 RATES = {"prefill": ("TFLOP/s", 1e9, "gemm_tflops"), "decode": ("GB/s", 1e6, "read_gbps")}
 
 
@@ -110,6 +111,34 @@ class Row:
 def rows(results: Results, op: str) -> list[Row]:
     """Return the records of prefill or decode."""
     return [Row.of(r) for r in results["records"] if r["op"] == op]
+
+
+def curves(results: Results, op: str) -> dict[str, list[tuple[float, float]]]:
+    """Return achieved skip rates and gains over own dense of each case that was swept."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for row in rows(results, op):
+        if row.skipped is not None and row.gain is not None:
+            found.setdefault(row.case, []).append((row.skipped, row.gain))
+    return {case: sorted(points) for case, points in found.items() if len(points) >= _SWEEP}
+
+
+def dense_rates(results: Results, op: str) -> dict[str, dict[str, float]]:
+    """Return the rate of every dense contestant that reads what the case asks for, by case."""
+    found: dict[str, dict[str, float]] = {}
+    for row in rows(results, op):
+        dense = [n for n in row.timings if not row.entries[n]["skips"]]
+        if row.share == 0:
+            found[row.case] = {n: row.work / row.timings[n].median_ms / RATES[op][1] for n in dense}
+    return found
+
+
+def figures(results: Results) -> dict[str, list[str]]:
+    """Return the operations that each kind of figure has something to show of."""
+    found = {
+        "dense": [op for op in RATES if any(row.own_dense for row in rows(results, op))],
+        "speedup": [op for op in RATES if curves(results, op)],
+    }
+    return {name: ops for name, ops in found.items() if ops}
 
 
 def load_results(folder: Path) -> list[Results]:

@@ -380,6 +380,7 @@ def test_tables(made_up_results, tmp_path):
     assert "| made-up | peer | – | 30.0 |" in text
     assert "| `some_symbol` | 1.25 | – |" in text
     assert "gone: made up" in text
+    assert "](figures/dense_made-up.svg)" in text
     assert "later: not run" in text
     report.write_tables(made_up_results, page)
     assert page.read_text() == text
@@ -447,10 +448,12 @@ def test_geometric_mean_needs_every_case(made_up_results):
 
 def test_figures_are_reproducible(made_up_results, tmp_path):
     plot = pytest.importorskip("benchmarks.plot", exc_type=ImportError)
-    (path,) = plot.write_figures(made_up_results, tmp_path / "one")
-    (again,) = plot.write_figures(made_up_results, tmp_path / "two")
-    assert path.name == "speedup_made-up.svg"
-    assert path.read_bytes() == again.read_bytes()
-    assert plot.curves(made_up_results[0], "decode") == {
+    paths = plot.write_figures(made_up_results, tmp_path / "one")
+    again = plot.write_figures(made_up_results, tmp_path / "two")
+    assert [path.name for path in paths] == ["dense_made-up.svg", "speedup_made-up.svg"]
+    assert [p.read_bytes() for p in paths] == [p.read_bytes() for p in again]
+    rates = rows.dense_rates(made_up_results[0], "decode")
+    assert rates == {"made-up": {"peer": 4000, "unpaged": 5000, "dense": 4000}}
+    assert rows.curves(made_up_results[0], "decode") == {
         "made-up": [(0.0, 1.0), (0.5, 1.25), (0.75, 1.5625)]
     }
