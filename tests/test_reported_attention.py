@@ -261,7 +261,11 @@ def test_reported_E08_the_larger_of_two_wins(device: str, attend, factor: float 
     k[1, :, 0] = -62
     v[0] = 0
     options = {"skip_softmax_threshold_scale_factor": factor, "collect_stats": factor is not None}
-    out = attend([(q, k, v)], device, **options).out[0]
+    answer = attend([(q, k, v)], device, **options)
+    out = answer.out[0]
+    if factor is not None:  # the only tile holds every maximum
+        assert answer.wrapper.stats[..., 0].sum() == 0
+        assert (answer.wrapper.stats[..., 1] > 0).all()
     torch.testing.assert_close(
         out.float(), torch.full_like(out.float(), 0.99999), rtol=0, atol=4e-3
     )

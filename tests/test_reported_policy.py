@@ -226,3 +226,28 @@ def test_reported_D01_counters_follow_the_gate(device: str) -> None:
                 [request], device, sm_scale=1.0, collect_stats=True, **options
             ).wrapper.stats
             assert bool(stats[..., 0].any()) == skips
+
+
+@pytest.mark.gpu
+def test_reported_D01_a_cuda_timestep_is_read_inside_a_graph_without_waiting() -> None:
+    """One graph, replayed with each step's timestep: what it decides is on the device alone."""
+    now = torch.tensor(1.0, device="cuda")
+    with DenoiseProgress():
+        record_denoise_step(0, normalized_timestep=now)
+        config = SkipSoftmaxConfig(threshold=0.5, disabled_until_timestep=GATE)
+        live = config.options("prefill", batch_size=1, device=torch.device("cuda", 0))
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            record_denoise_step(1, normalized_timestep=now)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            record_denoise_step(2, normalized_timestep=now)
+        found = []
+        for t in STEPS:
+            now.fill_(t)
+            graph.replay()
+            found.append(bool(live["skip_softmax_threshold"].item() == 0))
+    assert found == EXACTLY_7

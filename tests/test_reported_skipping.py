@@ -356,6 +356,16 @@ def test_reported_K09_counters_add_up_until_reset(device: str, phase: str) -> No
     assert not wrapper.stats.any()
 
 
+@on_both(prefill_variant(skip_softmax_threshold=0.1), decode_variant(2, skip_softmax_threshold=0.1))
+@pytest.mark.parametrize("phase", BOTH)
+def test_reported_K09_no_counters_rather_than_zeros(device: str, phase: str) -> None:
+    requests = normal(9, [1], [512], (4, 2))
+    answer = BOTH[phase][0](requests, device, skip_softmax_threshold=0.5)
+    for read in (lambda: answer.wrapper.stats, answer.wrapper.reset_stats):
+        with pytest.raises(ValueError, match="stats is read on a plan without counters"):
+            read()
+
+
 @on_both(PREFILL, decode_variant(**COUNTED))
 @pytest.mark.parametrize("phase", BOTH)
 def test_reported_K09_a_factor_that_skips_nothing_shows(device: str, phase: str) -> None:

@@ -84,6 +84,11 @@ def test_reported_P04_indices_of_another_width_are_refused(phase: str, dtype: to
         with pytest.raises(ValueError, match=f"{name} has dtype {dtype}; expected torch.int32"):
             call.plan()
         call.indices[i] = call.indices[i].to(torch.int32)
+    right = call.indices
+    call.indices = [t.to(dtype) for t in right]
+    with pytest.raises(ValueError, match=f"{call.names[0]} has dtype {dtype}"):
+        call.plan()
+    call.indices = right
     call.plan()
     call.run()
 
