@@ -119,13 +119,14 @@ def _over_skipping_peer(row: Row) -> str:
 
 
 def host_table(results: Results) -> str:
-    """Median CPU microseconds of plan() and run()."""
+    """Median CPU microseconds of plan(), run() and both."""
+    columns = {"plan_us": "plan(), µs", "run_us": "run(), µs", "plan_run_us": "plan() + run(), µs"}
     body = [
-        [case, name, _number(times.get("plan_us"), 1), _number(times.get("run_us"), 1)]
+        [case, name, *(_number(times.get(key), 1) for key in columns)]
         for case, found in results["host"].items()
         for name, times in found.items()
     ]
-    return _table(["case", "contestant", "plan(), µs", "run(), µs"], body)
+    return _table(["case", "contestant", *columns.values()], body)
 
 
 def kernel_table(results: Results) -> str:
