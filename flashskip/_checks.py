@@ -173,8 +173,8 @@ def check_tensor(
     matches = t.dim() == len(shape) and all(
         b is None or a == b for a, b in zip(t.shape, shape, strict=True)
     )
-    wanted = ", ".join("any" if n is None else str(n) for n in shape)
     if not matches:
+        wanted = ", ".join("any" if n is None else str(n) for n in shape)
         raise refusal(
             f"{name} has shape {tuple(t.shape)}",
             f"({wanted}), as planned",
@@ -221,14 +221,37 @@ def check_strides(name: str, t: torch.Tensor) -> None:
         )
 
 
+def check_workspace(workspace: torch.Tensor, needed: int) -> None:
+    """Raise unless partial results fit."""
+    size = workspace.numel() * workspace.element_size()
+    if size < needed or workspace.data_ptr() % 16 != 0:
+        raise refusal(
+            f"float_workspace_buffer has {size} bytes at address {workspace.data_ptr():#x}",
+            f"at least {needed} bytes, 16-byte aligned",
+            "Pass a larger one, or None",
+        )
+
+
+def check_device(q: torch.Tensor, device: torch.device) -> None:
+    """Raise unless `q` is where the plan runs."""
+    if q.device != device:
+        raise refusal(
+            f"q is on {q.device}",
+            f"{device}, where the plan runs",
+            "Move it, or make the wrapper with a workspace where q is and plan again",
+        )
+
+
 def check_inputs(
     names: Sequence[str], inputs: Sequence[torch.Tensor], sinks: torch.Tensor | None
 ) -> None:
     """Raise unless these are tensors, and none where a gradient would be expected."""
-    for name, t in zip(names, inputs, strict=False):
+    for i, t in enumerate(inputs):
         if not isinstance(t, torch.Tensor) or t.dim() == 0:
             found = "a scalar" if isinstance(t, torch.Tensor) else type(t).__name__
-            raise TypeError(f"{name} is {found}; expected a torch.Tensor with rows. Convert it.")
+            raise TypeError(
+                f"{names[i]} is {found}; expected a torch.Tensor with rows. Convert it."
+            )
     if torch.is_grad_enabled():
         for name, given in (*zip(names, inputs, strict=False), ("sinks", sinks)):
             if given is not None and given.requires_grad:

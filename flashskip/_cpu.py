@@ -7,6 +7,29 @@ import torch
 from flashskip import reference
 from flashskip._plan import Plan
 
+Ragged = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""q, k, v, qo_indptr, kv_indptr."""
+
+
+def attend_into(
+    plan: Plan,
+    ragged: Ragged,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    bound: torch.Tensor | None,
+    lse_scale: float,
+) -> None:
+    """Write what a kernel would; rows past the last request are not written."""
+    result = attend(plan, *ragged)
+    rows = int(ragged[3][-1])
+    out[:rows] = result.out[:rows].to(out.dtype)
+    if lse is not None:
+        lse[:rows] = result.lse[:rows] * lse_scale
+    if bound is not None:
+        bound[:rows] = result.bound[:rows]
+    if plan.options.collect_stats:
+        plan.buffers["stats"] += result.counts
+
 
 def attend(
     plan: Plan,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from ctypes import c_void_p
 from functools import cache
+from typing import Any
 
 from flashskip import _env
 from flashskip._jit.compile import Program
 from flashskip._jit.kernel import Kernel, load
-from flashskip._jit.params import ParamTable
+from flashskip._jit.params import ParamTable, pointer_to
 from flashskip._jit.render import render
 from flashskip._tiles import PrefillTile, tile_for
 from flashskip.geometry import ORDERS, Geometry
@@ -99,6 +101,12 @@ DECODE_PARAMS = ParamTable(
 def params_for(v: Variant) -> ParamTable:
     """Return the table of what a launch of `v` passes."""
     return PREFILL_PARAMS if v.op == "prefill" else DECODE_PARAMS
+
+
+def new_record(v: Variant) -> tuple[Any, c_void_p]:
+    """Return what a launch of `v` passes, all 0, and the pointer by which it is passed."""
+    record = params_for(v).new()
+    return record, pointer_to(record)
 
 
 @cache

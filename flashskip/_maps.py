@@ -18,8 +18,8 @@ PAGE_TILE = 64  # keys of a decode tile: the most rows one box takes from a page
 
 # A ragged map reaches row r of a request of n rows at token `start` through coordinates
 # (row = 2**30 - n + r, y = start + n, x = 2**30): the row's own limit 2**30 then ends the request,
-# so rows
-# past it read as zeros. The strides of x and y cancel what that adds to the address (modulo 2**64).
+# so rows past it read as zeros. The strides of x and y cancel what that adds to the address (modulo
+# 2**64).
 ROW_LIMIT = 2**30
 OFFSET_LIMIT = 2**31 - 65536
 WRAP_BYTES = 2**34

@@ -59,13 +59,4 @@ def run(
     wrapper._attend(inputs, out, lse, bound, lse_base)
 
 
-@run.register_fake
-def _run_fake(
-    handle: int,
-    inputs: list[torch.Tensor],
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    bound: torch.Tensor | None,
-    lse_base: str,
-) -> None:
-    pass
+run.register_fake(lambda *arguments: None)  # outputs are allocated by the caller

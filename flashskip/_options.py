@@ -274,13 +274,13 @@ def takes_plan_options(method: F) -> F:
         for f in fields(PlanOptions)
     ]
     allowed = {p.name for p in listed}
+    named = allowed | set(signature.parameters)
 
     @functools.wraps(method)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        unknown = [k for k in kwargs if k not in allowed and k not in signature.parameters]
-        if unknown:
+        if not kwargs.keys() <= named:
             raise TypeError(
-                f"{method.__qualname__}() got {unknown[0]!r}; expected one of "
+                f"{method.__qualname__}() got {min(kwargs.keys() - named)!r}; expected one of "
                 f"{', '.join(sorted(allowed))}. Check the spelling."
             )
         if "q_data_type" not in kwargs:

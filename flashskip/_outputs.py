@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import mul
 
 import torch
 
@@ -64,4 +65,5 @@ def _may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _bytes(shape: Sequence[int], t: torch.Tensor) -> int:
     """Bytes from the first to past the last element of the trailing dimensions of `t`."""
     strides = t.stride()[t.dim() - len(shape) :]
-    return (1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))) * t.element_size()
+    last: int = sum(map(mul, shape, strides)) - sum(strides)  # element
+    return (last + 1) * t.element_size()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from flashskip._checks import check_vector
 from flashskip._jit.kernel import Kernel
-from flashskip._options import DTYPE_NAMES, PlanOptions, refusal
+from flashskip._options import DTYPE_NAMES, LIVE, PlanOptions, refusal
 from flashskip.errors import UnsupportedDevice, UnsupportedVariant
 from flashskip.geometry import Geometry
 from flashskip.variant import Variant, alternatives, fault
@@ -29,15 +30,44 @@ _ARGUMENTS = {
     "bound": "collect_bound",
 }
 
+OPTION_TENSORS = {  # options that may be tensors, and their element types
+    "skip_softmax_threshold": torch.float32,
+    "skip_softmax_threshold_scale_factor": torch.float32,
+    "threshold_kv_len": torch.int32,
+    "sinks": torch.float32,
+}
+
 # How a tensor compares with the one that was checked before: the same, the same at another
 # address (with the alignment that kernels need), or one to check.
 SAME, MOVED, NEW = range(3)
+
+# All of a tensor that a launch record depends on, its address first.
+Signature = tuple[int, torch.Size, tuple[int, ...], torch.dtype, torch.device]
+
+
+def signature(t: torch.Tensor) -> Signature:
+    """Return what must be equal for a tensor to pass as checked and written already."""
+    return t.data_ptr(), t.shape, t.stride(), t.dtype, t.device
+
+
+def changes(known: Sequence[Signature], now: Sequence[Signature]) -> list[int]:
+    """Say how each tensor differs from the one that the launch record holds in its place."""
+    if len(known) != len(now):
+        return [NEW] * len(now)
+    return [_change(a, b) for a, b in zip(known, now, strict=True)]
+
+
+def _change(known: Signature, now: Signature) -> int:
+    if now == known:
+        return SAME
+    return MOVED if now[1:] == known[1:] and now[0] % 16 == 0 else NEW
 
 
 @dataclass
 class Plan:
     """What `plan()` decided and `run()` launches."""
 
+    arguments: Sequence[object]  # all that it was made from, besides index tensors
     options: PlanOptions
     variant: Variant
     geometry: Geometry
@@ -51,37 +81,30 @@ class Plan:
     kernel: Kernel | None = None  # None on a machine without a GPU
     grid: int = 0
     params: Any = None  # one record of the variant's parameter table
-    params_address: int = 0
+    params_pointer: Any = None  # to it, for launches
+    live: list[torch.Tensor] = field(default_factory=list)  # of options, and the workspace
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # the wrapper's, as it needs
     reach: dict[str, int] = field(default_factory=dict)  # rows, pages that CPU indices point at
-    bound_to: dict[str, tuple[object, ...]] = field(default_factory=dict)  # what params hold
-    lse_written: tuple[int, str] | None = None  # address and base in params
 
-    def compare(self, name: str, t: torch.Tensor) -> int:
-        """Say how a tensor differs from what the launch record holds under this name.
+    # What `params` holds. A tensor is compared with it and checked only where it differs. While
+    # `params` is being written, the part in question holds none: so a tensor that was refused, or a
+    # record half written, never passes for checked.
+    live_held: list[Signature] = field(default_factory=list)  # `live`
+    indices_held: list[Signature] = field(default_factory=list)  # those in place on the device
+    inputs_held: list[Signature] = field(default_factory=list)
+    out_held: Signature | None = None
+    lse_held: tuple[str, Signature | None] | None = None  # base, LSE
 
-        Until it is remembered again, the record counts as holding none: so a tensor that is
-        refused, or a record half rewritten, never passes for checked.
+    def is_made_from(self, arguments: Sequence[object]) -> bool:
+        """Whether a plan of these arguments would be this one: equal in type and value.
+
+        Tensors must be the same objects, which this plan keeps alive; what may have changed about
+        one is in its signature.
         """
-        known, now = self.bound_to.get(name), _signature(t)
-        if known == now:
-            return SAME
-        self.bound_to.pop(name, None)
-        moved = known is not None and known[1:] == now[1:] and t.data_ptr() % 16 == 0
-        return MOVED if moved else NEW
-
-    def remember(self, name: str, t: torch.Tensor) -> None:
-        """Note that the launch record holds this tensor, which passed all checks."""
-        if name not in self.bound_to:
-            self.bound_to[name] = _signature(t)
-
-    def forget(self, name: str) -> None:
-        """Note that the launch record may hold anything under this name."""
-        self.bound_to.pop(name, None)
-
-
-def _signature(t: torch.Tensor) -> tuple[object, ...]:
-    """Return what a launch record depends on of a tensor, its address first."""
-    return t.data_ptr(), t.shape, t.stride(), t.dtype, t.device
+        return len(self.arguments) == len(arguments) and all(
+            a is b or (type(a) is type(b) and not isinstance(a, torch.Tensor) and a == b)
+            for a, b in zip(self.arguments, arguments, strict=True)
+        )
 
 
 def require_kernel(variant: Variant, device: torch.device) -> None:
@@ -124,23 +147,32 @@ def multiprocessors(device: int) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def check_live_tensors(plan: Plan) -> None:
-    """Check the option tensors, which kernels read by address."""
-    options, device = plan.options, plan.device
-    vectors = (
-        ("skip_softmax_threshold", options.skip_softmax_threshold, plan.batch_size),
-        (
-            "skip_softmax_threshold_scale_factor",
-            options.skip_softmax_threshold_scale_factor,
-            plan.batch_size,
-        ),
-        ("sinks", options.sinks, plan.num_qo_heads),
-    )
-    for name, t, length in vectors:
-        if t is not None and (name == "sinks" or not isinstance(t, (int, float))):
-            check_vector(name, t, length, dtype=torch.float32, device=device)
-    if options.threshold_kv_len is not None:
-        check_vector("threshold_kv_len", options.threshold_kv_len, plan.batch_size, device=device)
+def option_tensors(options: PlanOptions) -> dict[str, torch.Tensor]:
+    """Return what kernels read by address, or at least what is given as such."""
+    given = {name: getattr(options, name) for name in OPTION_TENSORS}
+    numbers = {name for name in LIVE if isinstance(given[name], (int, float))}
+    return {n: t for n, t in given.items() if t is not None and n not in numbers}
+
+
+def check_option_tensors(plan: Plan) -> None:
+    """Raise unless kernels can read the option tensors."""
+    for name, t in option_tensors(plan.options).items():
+        length = plan.num_qo_heads if name == "sinks" else plan.batch_size
+        check_vector(name, t, length, dtype=OPTION_TENSORS[name], device=plan.device)
+
+
+def threshold_fields(options: PlanOptions) -> dict[str, object]:
+    """Return the fields of a launch record that say where the final threshold comes from."""
+    threshold, lengths = options.threshold, options.threshold_kv_len
+    live = isinstance(threshold, torch.Tensor)
+    return {
+        "threshold": threshold.data_ptr() if live else 0,  # type: ignore[union-attr]
+        "threshold_value": 0.0 if live or threshold is None else threshold,
+        "threshold_kv_len": 0 if lengths is None else lengths.data_ptr(),
+        "length_exponent": options.length_exponent,
+        "threshold_is_factor": options.threshold_is_factor,
+        "overflow_is_dense": options.overflow == "dense",
+    }
 
 
 def warn_of_overflow(options: PlanOptions, kv_len: torch.Tensor) -> None:
@@ -183,6 +215,9 @@ def target_device(
     devices = {name: t.device for name, t in index_tensors.items()}
     if workspace is not None:
         devices["float_workspace_buffer"] = workspace.device
+    for name, d in devices.items():
+        if d.type not in ("cpu", "cuda"):
+            raise refusal(f"{name} is on {d}", "a CPU or CUDA tensor", "Move it to one of these")
     cuda = {name: d for name, d in devices.items() if d.type == "cuda"}
     if len(set(cuda.values())) > 1:
         raise ValueError(

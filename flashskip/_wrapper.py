@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
 from flashskip import _cpu, _kernels, _op
-from flashskip._checks import check_inputs, check_tensor
+from flashskip._buffers import Buffers, Needs
+from flashskip._checks import check_device, check_inputs, check_tensor
 from flashskip._options import check_choice, refusal
 from flashskip._outputs import check_lse, check_no_overlap, check_no_self_overlap
-from flashskip._plan import SAME, Plan, check_live_tensors, multiprocessors, require_kernel
+from flashskip._plan import (
+    Plan,
+    changes,
+    check_option_tensors,
+    multiprocessors,
+    option_tensors,
+    require_kernel,
+    signature,
+    threshold_fields,
+)
 from flashskip.errors import UnsupportedVariant
 from flashskip.geometry import Geometry
 from flashskip.variant import Variant
@@ -38,8 +48,7 @@ class BatchWrapper:
         self._workspace = float_workspace_buffer
         self._kv_layout = kv_layout
         self._plan: Plan | None = None
-        self._buffers: dict[str, torch.Tensor] = {}
-        self._captured = False
+        self._buffers = Buffers()
         self._handle = _op.register(self)
 
     def __reduce_ex__(self, protocol: object) -> str:
@@ -83,7 +92,7 @@ class BatchWrapper:
                 "collect_stats=True",
                 "Plan again with it",
             )
-        return self._buffers["stats"]
+        return self._planned().buffers["stats"]
 
     def reset_stats(self) -> None:
         """Set all counters to zero, in stream order."""
@@ -99,7 +108,7 @@ class BatchWrapper:
                 "skip_criterion='measure'",
                 "Plan again with it",
             )
-        return self._buffers["gaps"]
+        return self._planned().buffers["gaps"]
 
     # -- plan
 
@@ -110,58 +119,101 @@ class BatchWrapper:
             )
         return self._plan
 
+    def _replan(self, arguments: Sequence[object], indices: Mapping[str, torch.Tensor]) -> bool:
+        """Give the plan other index tensors, if nothing else differs; whether that was enough.
+
+        A serving loop plans every step with equal arguments. Then what was decided and checked
+        still holds, and so does the launch record but for addresses and the number of page ids.
+        Anything that differs, wrong arguments included, is left to a new plan.
+        """
+        plan = self._plan
+        if plan is None or plan.kernel is None or not plan.is_made_from(arguments):
+            return False
+        if not all(isinstance(t, torch.Tensor) for t in indices.values()):
+            return False
+        now = [signature(t) for t in indices.values()]
+        if plan.live_held != [signature(t) for t in plan.live]:
+            return False
+        if now != plan.indices_held:
+            if len(now) != len(plan.indices_held):  # copies are in the record: CPU tensors
+                return False
+            for name, a, b in zip(indices, now, plan.indices_held, strict=True):
+                # A vector of stride 1 may have another length where the batch size is not its own.
+                if a[1:] != b[1:] and (name != "indices" or a[2:] != b[2:]):
+                    return False
+            self._set_indices(indices)
+            plan.indices_held = now
+        plan.indices = dict(indices)
+        if plan.options.collect_stats:
+            self.reset_stats()
+        return True
+
     def _adopt(self, plan: Plan, stats_heads: int) -> None:
         """Load the kernel and fill the launch record; a plan that is refused is not adopted."""
         options = plan.options
-        check_live_tensors(plan)
-        if plan.device.type == "cpu" and options.skip_criterion != "threshold":
-            raise UnsupportedVariant(
-                f"skip_criterion is {options.skip_criterion!r} on the CPU; supported: "
-                f"'threshold'. "
-                "Pass a threshold or a scale factor."
-            )
-        if plan.device.type == "cuda":
-            require_kernel(plan.variant, plan.device)
-            plan.kernel = _kernels.kernel_for(plan.variant)
-            plan.kernel.prepare(plan.device.index)
-            plan.grid = multiprocessors(plan.device.index)
-            plan.params = _kernels.params_for(plan.variant).new()
-            plan.params_address = plan.params.ctypes.data
+        check_option_tensors(plan)
+        plan.live = [*option_tensors(options).values()]
+        if self._workspace is not None:
+            plan.live.append(self._workspace)
+        self._load(plan)
+        needs = {} if plan.kernel is None else self._needs(plan)
+        if options.collect_stats:
+            needs["stats"] = ((plan.batch_size, stats_heads, 2), torch.int64)
+        plan.buffers = self._buffers.reserve(needs, plan.device)
         self._plan = plan
         try:
             if options.collect_stats:
-                shape = (plan.batch_size, stats_heads, 2)
-                self._keep("stats", shape, torch.int64, plan.device).zero_()
+                self.reset_stats()
             if plan.kernel is not None:
                 self._fill(plan)
         except BaseException:
             self._plan = None  # its buffers are in use already, but half a plan is never launched
             raise
 
+    def _load(self, plan: Plan) -> None:
+        """Load the kernel of a plan that runs on a GPU; refuse what the CPU path lacks."""
+        criterion = plan.options.skip_criterion
+        if plan.device.type == "cpu":
+            if criterion != "threshold":
+                raise UnsupportedVariant(
+                    f"skip_criterion is {criterion!r} on the CPU; supported: 'threshold'. Pass a "
+                    "threshold or a scale factor."
+                )
+            return
+        require_kernel(plan.variant, plan.device)
+        plan.kernel = _kernels.kernel_for(plan.variant)
+        plan.kernel.prepare(plan.device.index)
+        plan.grid = multiprocessors(plan.device.index)
+        plan.params, plan.params_pointer = _kernels.new_record(plan.variant)
+
+    def _needs(self, plan: Plan) -> Needs:
+        """Name the buffers that a launch needs, counters of decisions aside."""
+        moved = {n: t for n, t in plan.indices.items() if t.device != plan.device}
+        return {name: (tuple(t.shape), t.dtype) for name, t in moved.items()}
+
     def _fill(self, plan: Plan) -> None:
         """Write into the launch record what does not change between runs."""
         options = plan.options
-        self._fill_threshold(plan)
         self._set(
+            **threshold_fields(options),
             batch_size=plan.batch_size,
             num_qo_heads=plan.num_qo_heads,
             num_kv_heads=plan.num_kv_heads,
+            window_left=options.window_left,
             sm_scale_log2=options.scale(plan.variant.head_dim_qk) * math.log2(math.e),
-            stats=self._buffers["stats"].data_ptr() if options.collect_stats else 0,
+            soft_cap=(options.logits_soft_cap or 0.0) / options.scale(plan.variant.head_dim_qk),
+            sinks=0 if options.sinks is None else options.sinks.data_ptr(),
+            stats=plan.buffers["stats"].data_ptr() if options.collect_stats else 0,
         )
+        plan.live_held = [signature(t) for t in plan.live]
+        placed = {n: self._on_device(n, t, plan) for n, t in plan.indices.items()}
+        self._set_indices(placed)
+        if all(placed[n] is t for n, t in plan.indices.items()):
+            plan.indices_held = [signature(t) for t in placed.values()]
 
-    def _fill_threshold(self, plan: Plan) -> None:
-        options, threshold = plan.options, plan.options.threshold
-        live = isinstance(threshold, torch.Tensor)
-        lengths = options.threshold_kv_len
-        self._set(
-            threshold=threshold.data_ptr() if live else 0,  # type: ignore[union-attr]
-            threshold_value=0.0 if live or threshold is None else threshold,
-            threshold_kv_len=0 if lengths is None else lengths.data_ptr(),
-            length_exponent=options.length_exponent,
-            threshold_is_factor=options.threshold_is_factor,
-            overflow_is_dense=options.overflow == "dense",
-        )
+    def _set_indices(self, indices: Mapping[str, torch.Tensor]) -> None:
+        """Write index tensors that are on the device into the launch record."""
+        self._set(**{name: t.data_ptr() for name, t in indices.items()})
 
     def _set(self, **values: object) -> None:
         """Write fields of the launch record by name."""
@@ -169,36 +221,13 @@ class BatchWrapper:
         for name, value in values.items():
             params[name] = value
 
-    def _keep(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """Return a buffer whose address outlives plans, for graphs that hold it; 0 at first."""
-        elements = math.prod(shape)
-        storage = self._buffers.get(f"{name}.storage")
-        kind = (dtype, device)
-        if storage is None or storage.numel() < elements or (storage.dtype, storage.device) != kind:
-            if self._captured:
-                raise refusal(
-                    f"the plan needs {elements} elements for {name} after a run was captured in a "
-                    f"graph",
-                    f"at most {0 if storage is None else storage.numel()}, as the graph holds the "
-                    f"old buffer",
-                    "Make the first plan with the largest batch, or use a new wrapper",
-                )
-            with torch.inference_mode(False):  # or no code outside of it could reset the buffer
-                storage = torch.zeros(max(elements, 1), dtype=dtype, device=device)
-            self._buffers[f"{name}.storage"] = storage
-        self._buffers[name] = storage[:elements].view(shape)
-        return self._buffers[name]
-
-    def _on_device(self, name: str, t: torch.Tensor, device: torch.device) -> torch.Tensor:
+    def _on_device(self, name: str, t: torch.Tensor, plan: Plan) -> torch.Tensor:
         """Return an index tensor on the device: itself, or a copy at an address that is kept."""
-        if t.device == device:
+        if t.device == plan.device:
             return t
-        buffer = self._keep(name, tuple(t.shape), t.dtype, device)
         # A copy from pinned memory would still read the caller's tensor after plan() has returned.
-        buffer.copy_(t.clone() if t.is_pinned() else t, non_blocking=True)
-        return buffer
+        source = t.clone() if t.is_pinned() else t
+        return plan.buffers[name].copy_(source, non_blocking=True)
 
     # -- run
 
@@ -215,13 +244,14 @@ class BatchWrapper:
         check_inputs(self._input_names, inputs, plan.options.sinks)
         if return_lse is not True and return_lse is not False:
             raise TypeError(f"return_lse is {return_lse!r}; expected True or False. Pass a bool.")
-        q = inputs[0]
+        q, ours = inputs[0], []
         shape = (q.shape[0], plan.num_qo_heads, plan.variant.head_dim_vo)
-        allocates = out is None
         if out is None:
             out = torch.empty(shape, dtype=plan.options.o_dtype, device=q.device)
+            ours.append("out")
         if lse is None and return_lse:
             lse = torch.empty(shape[:2], dtype=torch.float32, device=q.device)
+            ours.append("lse")
         bound = None
         if plan.options.collect_bound:
             bound = torch.empty(shape[:2], dtype=torch.float32, device=q.device)
@@ -229,7 +259,7 @@ class BatchWrapper:
         if torch.compiler.is_compiling() or type(q) is not torch.Tensor or q.is_meta:
             torch.ops.flashskip.run(self._handle, inputs, out, lse, bound, lse_base)
         else:
-            self._attend(inputs, out, lse, bound, lse_base, out_is_ours=allocates)
+            self._attend(inputs, out, lse, bound, lse_base, ours)
         if not return_lse and bound is None:
             return out
         extra = [t for t in (lse if return_lse else None, bound) if t is not None]
@@ -242,41 +272,45 @@ class BatchWrapper:
         lse: torch.Tensor | None,
         bound: torch.Tensor | None,
         lse_base: str,
-        *,
-        out_is_ours: bool = False,
+        ours: Collection[str] = (),
     ) -> None:
         """Check the tensors and compute, where the plan runs.
 
-        What was checked in the run before is not checked again: the usual call only compares.
+        Neither outputs that are `ours` are checked, nor what was in the run before: the usual call
+        only compares.
         """
         plan = self._planned()
         if lse_base not in LSE_SCALES:
             check_choice("lse_base", lse_base, tuple(LSE_SCALES))
-        if inputs[0].device != plan.device:
-            raise refusal(
-                f"q is on {inputs[0].device}",
-                f"{plan.device}, where the plan runs",
-                "Move it, or make the wrapper with a workspace where q is and plan again",
-            )
-        if lse is not None:
-            check_lse(lse, (inputs[0].shape[0], plan.num_qo_heads), plan.device)
         if plan.kernel is None:
+            check_device(inputs[0], plan.device)
+            ragged = self._as_ragged(inputs, list(plan.indices.values()))
             self._check_out(out, inputs)
-            self._attend_on_cpu(inputs, out, lse, bound, LSE_SCALES[lse_base])
+            check_lse(lse, (inputs[0].shape[0], plan.num_qo_heads), plan.device)
+            _cpu.attend_into(plan, ragged, out, lse, bound, LSE_SCALES[lse_base])
             return
-        inputs_moved = self._bind(inputs)
-        change = plan.compare("out", out)
-        if not out_is_ours and (inputs_moved or change != SAME):
-            plan.forget("out")
-            self._check_out(out, inputs)
-        if change != SAME:
-            self._set(o=out.data_ptr(), o_stride_token=out.stride(0), o_stride_head=out.stride(1))
-        plan.remember("out", out)
-        lse_at = 0 if lse is None else lse.data_ptr()
-        if plan.lse_written != (lse_at, lse_base):
-            self._set(lse=lse_at, lse_scale=LSE_SCALES[lse_base])
-            plan.lse_written = (lse_at, lse_base)
-        self._launch()
+        now = [signature(t) for t in inputs]
+        moved = now != plan.inputs_held
+        if moved:
+            check_device(inputs[0], plan.device)
+            held, plan.inputs_held = plan.inputs_held, []
+            self._bind(inputs, changes(held, now))
+            plan.inputs_held = now
+        out_now = signature(out)
+        if moved or out_now != plan.out_held:
+            plan.out_held = None
+            if "out" not in ours:
+                self._check_out(out, inputs)
+            self._set(o=out_now[0], o_stride_token=out_now[2][0], o_stride_head=out_now[2][1])
+            plan.out_held = out_now
+        lse_now = (lse_base, None if lse is None else signature(lse))
+        if moved or lse_now != plan.lse_held:
+            plan.lse_held = None
+            if "lse" not in ours:
+                check_lse(lse, (inputs[0].shape[0], plan.num_qo_heads), plan.device)
+            self._set(lse=0 if lse is None else lse.data_ptr(), lse_scale=LSE_SCALES[lse_base])
+            plan.lse_held = lse_now
+        self._launch(plan)
 
     def _check_out(self, out: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
         plan = self._planned()
@@ -286,45 +320,23 @@ class BatchWrapper:
         for name, t in zip(self._input_names, inputs, strict=False):
             check_no_overlap("out", out, name, t)
 
-    def _launch(self) -> None:
-        plan = self._planned()
+    def _launch(self, plan: Plan) -> None:
         assert plan.kernel is not None
-        device = plan.device.index
-        self._captured = self._captured or torch.cuda.is_current_stream_capturing()
+        device, buffers = plan.device.index, self._buffers
+        buffers.captured = buffers.captured or torch.cuda.is_current_stream_capturing()
         stream = torch._C._cuda_getCurrentRawStream(device)
         if torch._C._cuda_getDevice() == device:  # torch.cuda.current_device() without its checks
-            plan.kernel.launch(plan.grid, plan.params_address, stream)
+            plan.kernel.launch(plan.grid, plan.params_pointer, stream)
         else:
             with torch.cuda.device(device):
-                plan.kernel.launch(plan.grid, plan.params_address, stream)
+                plan.kernel.launch(plan.grid, plan.params_pointer, stream)
 
-    def _bind(self, inputs: Sequence[torch.Tensor]) -> bool:
-        """Check inputs that are new and write them into the launch record; whether any moved."""
+    def _bind(self, inputs: Sequence[torch.Tensor], changes: Sequence[int]) -> None:
+        """Check inputs that are new and write what changed into the launch record."""
         raise NotImplementedError
-
-    def _attend_on_cpu(
-        self,
-        inputs: Sequence[torch.Tensor],
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-        bound: torch.Tensor | None,
-        lse_scale: float,
-    ) -> None:
-        """Run the reference on CPU tensors; rows past the last request are not written."""
-        plan = self._planned()
-        ragged = self._as_ragged(inputs, list(plan.indices.values()))
-        result = _cpu.attend(plan, *ragged)
-        rows = int(ragged[3][-1])
-        out[:rows] = result.out[:rows].to(out.dtype)
-        if lse is not None:
-            lse[:rows] = result.lse[:rows] * lse_scale
-        if bound is not None:
-            bound[:rows] = result.bound[:rows]
-        if plan.options.collect_stats:
-            self._buffers["stats"] += result.counts
 
     def _as_ragged(
         self, inputs: Sequence[torch.Tensor], indices: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> _cpu.Ragged:
         """Check CPU inputs and return q, k, v, qo_indptr, kv_indptr."""
         raise NotImplementedError

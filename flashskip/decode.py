@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from flashskip import _maps, reference
+from flashskip import _cpu, _kernels, _maps, reference
+from flashskip._buffers import Needs
 from flashskip._checks import (
     check_count,
     check_heads,
@@ -17,10 +18,12 @@ from flashskip._checks import (
     check_reach,
     check_tensor,
     check_vector,
+    check_workspace,
 )
 from flashskip._options import PlanOptions, refusal, takes_plan_options
 from flashskip._plan import NEW, SAME, Plan, dtype_name, target_device, warn_of_overflow
 from flashskip._wrapper import BatchWrapper
+from flashskip.errors import UnsupportedVariant
 from flashskip.geometry import Geometry
 from flashskip.variant import Variant
 
@@ -31,16 +34,14 @@ class BatchDecodeWrapper(BatchWrapper):
     """Attention of one new token per request on a paged cache; V of a skipped tile is never loaded.
 
     Plan once per batch shape, then run once per layer and step. Lengths and page ids live on the
-    GPU:
-    new ones written in place are honoured by the next run or graph replay. CPU tensors run the
-    reference implementation.
+    GPU: new ones written in place are honoured by the next run or graph replay. CPU tensors run
+    the reference implementation.
 
     Parameters
     ----------
     float_workspace_buffer : torch.Tensor, optional
         Scratch memory of at least `workspace_bytes`; allocated if None. Its device is where the
-        plan
-        will run.
+        plan will run.
     kv_layout : {"NHD", "HND"}
         ``[pages, (2,) page_size, num_kv_heads, head_dim]``, or with the middle two swapped.
 
@@ -83,10 +84,8 @@ class BatchDecodeWrapper(BatchWrapper):
         ----------
         indptr, indices, last_page_len : torch.Tensor
             The page table: int32 ``[batch_size + 1]``, ``[num_indices]``, ``[batch_size]``. CUDA
-            tensors
-            are used in place; CPU tensors are copied once for a plan that runs on a GPU. `indices`
-            may
-            be longer than ``indptr[-1]``: room to grow.
+            tensors are used in place; CPU tensors are copied once for a plan that runs on a GPU.
+            `indices` may be longer than ``indptr[-1]``: room to grow.
         num_qo_heads, num_kv_heads : int
             Query heads, any multiple of the KV heads.
         head_dim : int
@@ -106,14 +105,12 @@ class BatchDecodeWrapper(BatchWrapper):
         UnsupportedVariant
             No kernel has this combination; the message lists alternatives.
         """
-        for name in ("causal", "order"):
-            if name in options:
-                raise refusal(
-                    f"{name} is given to decode, where it has no effect",
-                    "it in prefill only",
-                    f"Drop {name}",
-                )
-        checked = PlanOptions(**options)
+        tensors = {"indptr": indptr, "indices": indices, "last_page_len": last_page_len}
+        shape = (num_qo_heads, num_kv_heads, head_dim, page_size, q_len_per_req)
+        arguments = (*shape, *options, *options.values())
+        if self._replan(arguments, tensors):
+            return
+        checked = _decode_options(options)
         group_size = check_heads(num_qo_heads, num_kv_heads)
         check_count("head_dim", head_dim)
         check_count("page_size", page_size)
@@ -132,10 +129,10 @@ class BatchDecodeWrapper(BatchWrapper):
             check_pages_contents(indptr, indices, last_page_len, page_size)
             used = indices[: int(indptr[-1])]
             reach["indices"] = 1 + int(used.max()) if used.numel() else 0
-        tensors = {"indptr": indptr, "indices": indices, "last_page_len": last_page_len}
         device = target_device(self._workspace, tensors)
         self._page_size, self._q_len_per_req = page_size, q_len_per_req
         plan = Plan(
+            arguments=arguments,
             options=checked,
             variant=self._variant(checked, head_dim, group_size),
             geometry=Geometry.decode(group_size, window_left=checked.window_left),
@@ -173,8 +170,7 @@ class BatchDecodeWrapper(BatchWrapper):
             ``[batch_size * q_len_per_req, num_qo_heads, head_dim]``.
         paged_kv_cache : torch.Tensor or tuple of torch.Tensor
             One 5-D tensor ``[pages, 2, ...]`` or a pair (k, v) of 4-D tensors ``[pages, ...]`` in
-            the
-            wrapper's layout. Pages may lie at any stride that is a multiple of 16 bytes.
+            the wrapper's layout. Pages may lie at any stride that is a multiple of 16 bytes.
         k_scale, v_scale : float or torch.Tensor, optional
             Of an FP8 cache.
         out : torch.Tensor, optional
@@ -190,8 +186,7 @@ class BatchDecodeWrapper(BatchWrapper):
         -------
         torch.Tensor or tuple of torch.Tensor
             The output, then the LSE with `return_lse`, then the bound with `collect_bound`. A
-            request
-            without keys is 0 with LSE -inf.
+            request without keys is 0 with LSE -inf.
 
         Raises
         ------
@@ -237,36 +232,29 @@ class BatchDecodeWrapper(BatchWrapper):
             bound=options.collect_bound,
         )
 
+    def _needs(self, plan: Plan) -> Needs:
+        needs = super()._needs(plan)
+        needs["merge_counter"] = ((plan.grid,), torch.int32)
+        size = _kernels.workspace_bytes(plan.variant, plan.grid)
+        if self._workspace is None:
+            needs["partial"] = ((size,), torch.uint8)
+        else:
+            check_workspace(self._workspace, size)
+        return needs
+
     def _fill(self, plan: Plan) -> None:
         super()._fill(plan)
-        options, tensors, device = plan.options, plan.indices, plan.device
-        counter = self._keep("merge_counter", (plan.grid,), torch.int32, device)
+        partial = plan.buffers["partial"] if self._workspace is None else self._workspace
         self._set(
-            merge_counter=counter.data_ptr(),
-            partial=self._scratch(device).data_ptr(),
+            merge_counter=plan.buffers["merge_counter"].data_ptr(),
+            partial=partial.data_ptr(),
             page_size=plan.page_size,
             q_len_per_req=plan.q_len_per_req,
-            num_indices=tensors["indices"].shape[0],
-            window_left=options.window_left,
-            soft_cap=(options.logits_soft_cap or 0.0) / options.scale(plan.variant.head_dim_qk),
-            sinks=0 if options.sinks is None else options.sinks.data_ptr(),
-            **{n: self._on_device(n, t, device).data_ptr() for n, t in tensors.items()},
         )
 
-    def _scratch(self, device: torch.device) -> torch.Tensor:
-        """Return the caller's workspace if it is large enough, or one of our own."""
-        needed = self.workspace_bytes
-        if self._workspace is None:
-            return self._keep("partial", (needed,), torch.uint8, device)
-        size = self._workspace.numel() * self._workspace.element_size()
-        if size < needed or self._workspace.data_ptr() % 16 != 0:
-            raise refusal(
-                f"float_workspace_buffer has {size} bytes at address "
-                f"{self._workspace.data_ptr():#x}",
-                f"at least {needed} bytes, 16-byte aligned",
-                "Pass a larger one, or None",
-            )
-        return self._workspace
+    def _set_indices(self, indices: Mapping[str, torch.Tensor]) -> None:
+        self._set(num_indices=indices["indices"].shape[0])
+        super()._set_indices(indices)
 
     def _cache_views(
         self, inputs: Sequence[torch.Tensor], device: torch.device
@@ -299,22 +287,14 @@ class BatchDecodeWrapper(BatchWrapper):
         shape = (rows, plan.num_qo_heads, plan.variant.head_dim_qk)
         check_tensor("q", q, shape, plan.options.q_data_type, device)
 
-    def _bind(self, inputs: Sequence[torch.Tensor]) -> bool:
-        plan, q = self._planned(), inputs[0]
-        q_change = plan.compare("q", q)
-        if q_change != SAME:
-            if q_change == NEW:
-                self._check_q(q, plan.device)
+    def _bind(self, inputs: Sequence[torch.Tensor], changes: Sequence[int]) -> None:
+        q, *cache = inputs
+        if changes[0] == NEW:
+            self._check_q(q, self._planned().device)
+        if changes[0] != SAME:
             self._set(q=q.data_ptr(), q_stride_token=q.stride(0), q_stride_head=q.stride(1))
-            plan.remember("q", q)
-        caches = list(zip(("cache0", "cache1", "cache2"), inputs[1:], strict=False))
-        changes = [plan.compare(name, t) for name, t in caches]  # forgets all that changed
-        if max(changes, default=NEW) == SAME:
-            return q_change != SAME
-        self._bind_cache(inputs[1:])
-        for name, t in caches:
-            plan.remember(name, t)
-        return True
+        if max(changes[1:], default=NEW) != SAME:
+            self._bind_cache(cache)
 
     def _bind_cache(self, cache: Sequence[torch.Tensor]) -> None:
         plan = self._planned()
@@ -322,8 +302,8 @@ class BatchDecodeWrapper(BatchWrapper):
         check_reach("paged_kv_cache", k, "indices", plan.reach)
         self._set(num_pages=k.shape[0])
         if k.shape[0] == 0:  # legal: there is nothing to read, but maps and pointers need a page
-            page = self._keep("empty_page", (1, *k.shape[1:]), k.dtype, plan.device)
-            k = v = page
+            page = {"empty_page": ((1, *k.shape[1:]), k.dtype)}
+            k = v = self._buffers.reserve(page, plan.device)["empty_page"]
         for name, t in (("k", k), ("v", v)):
             strides = zip(("page", "token", "head"), t.stride(), strict=False)
             self._set(
@@ -335,7 +315,7 @@ class BatchDecodeWrapper(BatchWrapper):
 
     def _as_ragged(
         self, inputs: Sequence[torch.Tensor], indices: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> _cpu.Ragged:
         plan = self._planned()
         indptr, page_ids, last_page_len = indices
         q = inputs[0]
@@ -348,3 +328,20 @@ class BatchDecodeWrapper(BatchWrapper):
         )
         qo_indptr = torch.arange(len(indptr), dtype=torch.int32, device="cpu") * plan.q_len_per_req
         return q, k, v, qo_indptr, kv_indptr
+
+
+def _decode_options(options: dict[str, Any]) -> PlanOptions:
+    """Check options, also those that decode does not have."""
+    for name in ("causal", "order"):
+        if name in options:
+            raise refusal(
+                f"{name} is given to decode, where it has no effect",
+                "it in prefill only",
+                f"Drop {name}",
+            )
+    checked = PlanOptions(**options)
+    if checked.vote_kv not in (None, 64):
+        raise UnsupportedVariant(
+            f"vote_kv is {checked.vote_kv} in decode; supported: None or 64. Drop vote_kv."
+        )
+    return checked

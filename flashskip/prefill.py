@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from flashskip import _kernels, _maps
+from flashskip import _cpu, _kernels, _maps
+from flashskip._buffers import Needs
 from flashskip._checks import (
     check_count,
     check_heads,
@@ -17,7 +18,7 @@ from flashskip._checks import (
     check_tensor,
 )
 from flashskip._options import PlanOptions, takes_plan_options
-from flashskip._plan import NEW, SAME, Plan, dtype_name, target_device, warn_of_overflow
+from flashskip._plan import NEW, Plan, dtype_name, target_device, warn_of_overflow
 from flashskip._wrapper import BatchWrapper
 from flashskip.errors import UnsupportedVariant
 from flashskip.variant import Variant
@@ -28,8 +29,7 @@ class BatchPrefillWrapper(BatchWrapper):
 
     Plan once per batch shape, then run once per layer and step. Work is divided on the GPU from the
     index tensors, so lengths written into them in place are honoured by the next run or graph
-    replay.
-    CPU tensors run the reference implementation.
+    replay. CPU tensors run the reference implementation.
 
     Parameters
     ----------
@@ -71,8 +71,7 @@ class BatchPrefillWrapper(BatchWrapper):
         ----------
         qo_indptr, kv_indptr : torch.Tensor
             int32 ``[batch_size + 1]``: where each request's queries and keys start. CUDA tensors
-            are used
-            in place; CPU tensors are copied once for a plan that runs on a GPU.
+            are used in place; CPU tensors are copied once for a plan that runs on a GPU.
         num_qo_heads, num_kv_heads : int
             Query heads, any multiple of the KV heads.
         head_dim_qk, head_dim_vo : int
@@ -87,6 +86,11 @@ class BatchPrefillWrapper(BatchWrapper):
         UnsupportedVariant
             No kernel has this combination; the message lists alternatives.
         """
+        indices = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr}
+        shape = (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo)
+        arguments = (*shape, *options, *options.values())
+        if self._replan(arguments, indices):
+            return
         checked = PlanOptions(**options)
         check_heads(num_qo_heads, num_kv_heads)
         check_count("head_dim_qk", head_dim_qk)
@@ -94,10 +98,10 @@ class BatchPrefillWrapper(BatchWrapper):
         check_count("head_dim_vo", head_dim_vo)
         batch_size = check_indptr("qo_indptr", qo_indptr)
         check_indptr("kv_indptr", kv_indptr, batch_size)
-        indices = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr}
         device = target_device(self._workspace, indices)
         variant = self._variant(checked, head_dim_qk, head_dim_vo)
         plan = Plan(
+            arguments=arguments,
             options=checked,
             variant=variant,
             geometry=_kernels.geometry_for(variant, window_left=checked.window_left),
@@ -122,8 +126,7 @@ class BatchPrefillWrapper(BatchWrapper):
         """
         raise UnsupportedVariant(
             "plan_paged asks for paged KV in prefill, which no kernel has yet; supported: plan() "
-            "with "
-            "ragged K and V. Gather the pages first (flashskip.reference.gather_pages)."
+            "with ragged K and V. Gather the pages first (flashskip.reference.gather_pages)."
         )
 
     def run(
@@ -158,8 +161,7 @@ class BatchPrefillWrapper(BatchWrapper):
         -------
         torch.Tensor or tuple of torch.Tensor
             The output, then the LSE with `return_lse`, then the bound with `collect_bound`. A row
-            that
-            sees no key is 0 with LSE -inf.
+            that sees no key is 0 with LSE -inf.
 
         Raises
         ------
@@ -192,17 +194,12 @@ class BatchPrefillWrapper(BatchWrapper):
             bound=options.collect_bound,
         )
 
+    def _needs(self, plan: Plan) -> Needs:
+        return super()._needs(plan) | {"work_counter": ((2,), torch.int32)}
+
     def _fill(self, plan: Plan) -> None:
         super()._fill(plan)
-        options, device = plan.options, plan.device
-        counter = self._keep("work_counter", (2,), torch.int32, device)
-        self._set(
-            work_counter=counter.data_ptr(),
-            window_left=options.window_left,
-            soft_cap=(options.logits_soft_cap or 0.0) / options.scale(plan.variant.head_dim_qk),
-            sinks=0 if options.sinks is None else options.sinks.data_ptr(),
-            **{n: self._on_device(n, t, device).data_ptr() for n, t in plan.indices.items()},
-        )
+        self._set(work_counter=plan.buffers["work_counter"].data_ptr())
 
     def _check_inputs(self, inputs: Sequence[torch.Tensor], device: torch.device) -> None:
         plan, v = self._planned(), self._planned().variant
@@ -216,23 +213,16 @@ class BatchPrefillWrapper(BatchWrapper):
         check_reach("q", q, "qo_indptr", plan.reach)
         check_reach("k", k, "kv_indptr", plan.reach)
 
-    def _bind(self, inputs: Sequence[torch.Tensor]) -> bool:
+    def _bind(self, inputs: Sequence[torch.Tensor], changes: Sequence[int]) -> None:
         plan = self._planned()
-        q, k, v = inputs
-        change = max(plan.compare("q", q), plan.compare("k", k), plan.compare("v", v))
-        if change == SAME:
-            return False
-        if change == NEW:
+        if NEW in changes:
             self._check_inputs(inputs, plan.device)
-        maps = _maps.prefill_maps(plan.variant, q, k, v)
-        self._set(nnz_qo=q.shape[0], nnz_kv=k.shape[0], **maps)
-        for name, t in zip("qkv", inputs, strict=True):
-            plan.remember(name, t)
-        return True
+        q, k, v = inputs
+        self._set(nnz_qo=q.shape[0], nnz_kv=k.shape[0], **_maps.prefill_maps(plan.variant, q, k, v))
 
     def _as_ragged(
         self, inputs: Sequence[torch.Tensor], indices: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> _cpu.Ragged:
         for name, t in self._planned().indices.items():  # what was written into them since plan()
             check_indptr_contents(name, t)
             self._planned().reach[name] = int(t[-1])

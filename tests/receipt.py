@@ -28,6 +28,7 @@ RECEIPTS = {  # by the marker of the tests
 SOURCES = (
     "templates",
     "csrc",
+    "flashskip/_buffers.py",
     "flashskip/_jit",
     "flashskip/_kernels.py",
     "flashskip/_maps.py",

@@ -182,3 +182,38 @@ def test_check_indices_finds_what_plan_does_not_read():
         flashskip.check_indices(**table, page_size=4, num_pages=4)
     with pytest.raises(ValueError, match="page_size is None"):
         flashskip.check_indices(**table)
+
+
+def test_inputs_are_blamed_before_outputs():
+    dim = 60  # rows of 120 bytes
+    wrapper = flashskip.BatchPrefillWrapper(torch.empty(0))
+    wrapper.plan(_ints(0, 3), _ints(0, 5), 4, 2, dim, q_data_type=BF16)
+    q, k, v = torch.randn(3, 4, dim).to(BF16), *torch.randn(2, 5, 2, dim).to(BF16)
+    with pytest.raises(ValueError, match="q has stride 120 bytes in dimension 1"):
+        wrapper.run(q, k, v)
+
+
+def test_decode_refuses_a_vote_that_it_does_not_have():
+    options = {"skip_softmax_threshold": 0.1}
+    for vote_kv in (None, 64):
+        _decode(vote_kv=vote_kv, **options)
+    with pytest.raises(flashskip.UnsupportedVariant, match="vote_kv is 128 in decode; supported"):
+        _decode(vote_kv=128, **options)
+
+
+def test_index_tensors_are_on_a_device_that_holds_numbers():
+    meta = _ints(0, 3).to("meta")
+    wrapper = flashskip.BatchPrefillWrapper(torch.empty(0))
+    for indices in ((meta, meta), (_ints(0, 3), meta), (meta, _ints(0, 3))):
+        with pytest.raises(
+            ValueError, match=r"(qo|kv)_indptr is on meta; expected a CPU or CUDA tensor"
+        ):
+            wrapper.plan(*indices, 4, 2, 64, q_data_type=BF16)
+    with pytest.raises(ValueError, match="indptr is on meta; expected a CPU or CUDA tensor"):
+        _decode(
+            **{n: _ints(0, 1).to("meta") for n in ("indptr", "indices")},
+            last_page_len=_ints(1).to("meta"),
+        )
+    wrapper = flashskip.BatchPrefillWrapper(torch.empty(0, device="meta"))
+    with pytest.raises(ValueError, match="float_workspace_buffer is on meta"):
+        wrapper.plan(_ints(0, 3), _ints(0, 3), 4, 2, 64, q_data_type=BF16)

@@ -10,7 +10,7 @@ import pytest
 from flashskip._jit.cache import KernelCache
 from flashskip._jit.compile import Program
 from flashskip._jit.kernel import Kernel, load
-from flashskip._jit.params import ParamTable
+from flashskip._jit.params import ParamTable, pointer_to
 from flashskip._jit.render import Source
 from flashskip._jit.tensor_map import tensor_map
 
@@ -74,7 +74,7 @@ def test_tma_copy_through_a_launch() -> None:
     record["y"], record["scale"], record["n"] = y.data_ptr(), 2.0, 512
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    copy.launch(1, record.ctypes.data, stream.cuda_stream)
+    copy.launch(1, pointer_to(record), stream.cuda_stream)
     record["y"] = 0  # the launch has its own copy
     stream.synchronize()
     expected = torch.zeros(8, 64, device="cuda")
@@ -92,7 +92,7 @@ def test_launch_in_a_graph() -> None:
     record["y"], record["scale"], record["n"] = y.data_ptr(), 1.0, 512
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        copy.launch(1, record.ctypes.data, torch.cuda.current_stream().cuda_stream)
+        copy.launch(1, pointer_to(record), torch.cuda.current_stream().cuda_stream)
     record["scale"] = 100.0
     x.fill_(3.0)
     graph.replay()
@@ -102,8 +102,9 @@ def test_launch_in_a_graph() -> None:
 
 def test_bad_launch_says_what_and_why() -> None:
     nothing = kernel("nothing", NOTHING)
+    record = NOTHING_PARAMS.new()
     with pytest.raises(RuntimeError, match=r"launching nothing with 0 blocks of 128.*CUDA_"):
-        nothing.launch(0, NOTHING_PARAMS.new().ctypes.data, 0)
+        nothing.launch(0, pointer_to(record), 0)
 
 
 def test_bad_tensor_map_says_what_and_why() -> None:
@@ -114,13 +115,13 @@ def test_bad_tensor_map_says_what_and_why() -> None:
 def test_launch_costs_little() -> None:
     nothing = kernel("nothing", NOTHING)
     record = NOTHING_PARAMS.new()
-    address = record.ctypes.data
+    pointer = pointer_to(record)
     microseconds = {}
     for name, grid in (("launch", 1), ("launch of 132 blocks", 132)):
         times = []
         for _ in range(2000):
             start = time.perf_counter_ns()
-            nothing.launch(grid, address, 0)
+            nothing.launch(grid, pointer, 0)
             times.append(time.perf_counter_ns() - start)
             torch.cuda.synchronize()
         microseconds[name] = np.median(times) / 1000

@@ -113,7 +113,7 @@ def test_a_launch_passes_the_record_by_address(fake: RecordingDriver) -> None:
         return (0,)
 
     fake.cuLaunchKernel = launch  # type: ignore[method-assign]
-    load(PROGRAM, KernelCache(None)).launch(132, 0x7F0000001240, 0xABC)
+    load(PROGRAM, KernelCache(None)).launch(132, ctypes.c_void_p(0x7F0000001240), 0xABC)
     assert seen == [
         ("cuLibraryGetKernel result", 132, 1, 1, 96, 1, 1, 100_000, 0xABC, 0x7F0000001240, 0)
     ]
@@ -125,7 +125,7 @@ def test_a_failed_launch_says_what_was_launched(fake: RecordingDriver) -> None:
     with pytest.raises(
         DriverError, match=r"k with 5 blocks of 96 threads and 100000 bytes.*Name 1"
     ):
-        kernel.launch(5, 64, 0)
+        kernel.launch(5, ctypes.c_void_p(64), 0)
 
 
 @pytest.mark.parametrize("code", [200, 209, 218, 222])

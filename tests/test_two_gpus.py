@@ -73,7 +73,7 @@ def test_reported_C01_tensors_on_another_gpu(attend: Callable[..., Any], more: A
     before = torch.cuda.memory_allocated(0)
     first: Answer = attend(requests, "cuda:1", **options)
     assert torch.cuda.memory_allocated(0) == before
-    assert all(t.device.index == 1 for t in first.wrapper._buffers.values())
+    assert all(t.device.index == 1 for t in first.wrapper._buffers.storage.values())
     if more:
         assert first.wrapper.stats.device.index == 1
         assert first.wrapper.stats[..., 0].any()

@@ -58,8 +58,13 @@ def call(doing: str, name: str, *arguments: Any) -> Any:
     module = driver()
     error, *values = getattr(module, name)(*arguments)
     if error != module.CUresult.CUDA_SUCCESS:
-        raise DriverError(_describe(module, error, f"{name}, {doing}"), int(error))
+        raise failure(error, f"{name}, {doing}")
     return values[0] if len(values) == 1 else values
+
+
+def failure(error: Any, doing: str) -> DriverError:
+    """Return the exception for a result other than success."""
+    return DriverError(_describe(driver(), error, doing), int(error))
 
 
 def _describe(module: Any, error: Any, doing: str) -> str:

@@ -139,16 +139,15 @@ class Kernel:
                 call(doing, "cuCtxPopCurrent")
             self._prepared.add(device)
 
-    def launch(self, grid: int, params_address: int, stream: int) -> None:
-        """Launch `grid` blocks with the parameter record at an address (`ParamTable.new`).
+    def launch(self, grid: int, record: c_void_p, stream: int) -> None:
+        """Launch `grid` blocks with a parameter record, given by `pointer_to`.
 
         The record is copied before this returns. The stream's device must have been prepared, and
         must be the current one where the stream is the default stream (0).
         """
-        argument = c_void_p(params_address)
         result: Any = self._launch(
             self._handle, grid, 1, 1, self.block, 1, 1, self.shared_bytes, stream,
-            addressof(argument), 0,
+            addressof(record), 0,
         )  # fmt: skip
         if result[0]:
             self._fail(result[0], grid)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import c_void_p
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,11 @@ class ParamTable:
         memory = np.zeros(size + _RECORD_ALIGNMENT, np.uint8)
         start = -memory.ctypes.data % _RECORD_ALIGNMENT
         return memory[start : start + size].view(self.dtype).reshape(())
+
+
+def pointer_to(record: np.ndarray[Any, np.dtype[np.void]]) -> c_void_p:
+    """Return what `Kernel.launch` is given of a record; it must not outlive the record."""
+    return c_void_p(record.ctypes.data)
 
 
 def _format(name: str, field: str, c_type: str) -> tuple[Any, int]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .driver import call, driver
+from .driver import driver, failure
 
 _DTYPES = {
     "bf16": "CU_TENSOR_MAP_DATA_TYPE_BFLOAT16",
@@ -63,21 +63,37 @@ def tensor_map(
     rank = len(shape)
     assert len(strides_bytes) == rank - 1, "strides of all dimensions but the fastest"
     assert len(box) == rank, "a box has the tensor's rank"
-    wide, narrow = module.cuuint64_t, module.cuuint32_t
-    encoded = call(
-        f"{dtype} {shape} strides {strides_bytes} box {box} swizzle {swizzle} at {address:#x}",
-        "cuTensorMapEncodeTiled",
+    error, encoded = module.cuTensorMapEncodeTiled(
         getattr(module.CUtensorMapDataType, _DTYPES[dtype]),
         rank,
         address,
-        [wide(size) for size in shape],
-        [wide(stride) for stride in strides_bytes],
-        [narrow(size) for size in box],
-        [narrow(1)] * rank,
+        _wide(shape),
+        _wide(strides_bytes),
+        _narrow(box),
+        _narrow((1,) * rank),
         module.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         getattr(module.CUtensorMapSwizzle, _SWIZZLES[swizzle]),
         module.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
         module.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
+    if error:
+        raise failure(
+            error,
+            f"cuTensorMapEncodeTiled, {dtype} {shape} strides {strides_bytes} box {box} swizzle "
+            f"{swizzle} at {address:#x}",
+        )
     data = ctypes.string_at(int(encoded.getPtr()), 128)
     return np.frombuffer(data, np.uint8)
+
+
+# Tensors move more often than their shapes change, and making these lists takes half the time.
+
+
+@lru_cache(maxsize=256)
+def _wide(values: tuple[int, ...]) -> list[Any]:
+    return [driver().cuuint64_t(value) for value in values]
+
+
+@lru_cache(maxsize=256)
+def _narrow(values: tuple[int, ...]) -> list[Any]:
+    return [driver().cuuint32_t(value) for value in values]
