@@ -137,7 +137,7 @@ def _decode(results: Results) -> Iterator[Bar]:
 def _host_us(results: Results, case: Case) -> tuple[float | None, float | None]:
     """Return our microseconds of plan() and run(), and their ratio to FlashInfer's least."""
     sums = {
-        name: times["plan_us"] + times["run_us"]
+        name: times.get("plan_run_us", times["plan_us"] + times["run_us"])
         for name, times in results["host"].get(case.name, {}).items()
         if "plan_us" in times
     }
