@@ -237,7 +237,7 @@ def contestants(case, data):
 @pytest.fixture
 def measured(tmp_path, monkeypatch):
     """A tiny run with a right, a wrong and a failing contestant."""
-    monkeypatch.setitem(GROUPS, "tiny", TINY[2:])
+    monkeypatch.setitem(GROUPS, "tiny", (replace(TINY[2], batch_size=1, kv_len=128),))
     monkeypatch.setitem(HOST_CASES, "tiny", ())
 
     def right(case, data):
