@@ -50,7 +50,11 @@ def start(code: str, **environment: str) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> str:
-    out, log = process.communicate(timeout=120)
+    try:
+        out, log = process.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
     assert process.returncode == 0, log
     return out + log
 
@@ -119,6 +123,7 @@ for out in outs[:2]:
 def test_children_of_a_fork_use_the_gpu(warm: Path) -> None:
     """The parent imported and even attended on the CPU; nothing of that stands in the way."""
     code = """
+torch.set_num_threads(1)  # or the children would wait for the parent's threads of OpenMP
 answer = prefill(requests, "cpu", causal=True)
 if not torch.cuda.is_initialized():
     children = []
@@ -178,4 +183,4 @@ def test_reported_I05_the_inductor_gives_the_same_bits(mode: str) -> None:
         assert torch.equal(found, expected)
     for i, (_, k, v) in enumerate(requests):
         exact, _ = ref64((mine[i : i + 1].cpu() * 2, k, v))
-        assert_close(found[i : i + 1].cpu().double() - 1, exact)
+        assert_close(found[i : i + 1].cpu(), exact + 1)

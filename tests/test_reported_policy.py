@@ -229,6 +229,7 @@ def test_reported_D01_counters_follow_the_gate(device: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_reported_D01_a_cuda_timestep_is_read_inside_a_graph_without_waiting() -> None:
     """One graph, replayed with each step's timestep: what it decides is on the device alone."""
     now = torch.tensor(1.0, device="cuda")
