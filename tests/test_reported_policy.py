@@ -118,6 +118,15 @@ def test_reported_Q02_a_file_cut_in_half_is_named(tmp_path: Path, read: Any) -> 
         read(path)
 
 
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "\xff", "9" * 10_000])
+def test_reported_Q02_a_malicious_file_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"config\.json is no whole JSON file") as error:
+        SkipSoftmaxConfig.from_checkpoint(path)
+    assert len(str(error.value)) < 1000
+
+
 def test_reported_Q02_saved_and_read_back_bit_for_bit(tmp_path: Path) -> None:
     content = checkpoint(
         {"prefill": {"a": 2822.6209952221557, "b": 4.388250623520793}},

@@ -91,7 +91,7 @@ def load_mapping(path: Path) -> dict[str, Any]:
     is_yaml = path.suffix in (".yaml", ".yml")
     try:
         loaded = _parse_yaml(path, text) if is_yaml else json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} is no whole {'YAML' if is_yaml else 'JSON'} file ({error}); expected one. "
             "Write or copy it again."
