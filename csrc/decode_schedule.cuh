@@ -3,9 +3,9 @@
 //   item     one (request, KV head, unit of query rows) with all its tiles
 //   segment  the tiles of one item that one CTA owns; an item cut by a share's end has several, merged later
 #pragma once
+#include "kv_tile.cuh"
 #include "page_table.cuh"
 
-constexpr int DECODE_TILE_KV = 64;    // keys of a tile
 constexpr int MIN_TILES_PER_CTA = 2;  // below this, fewer CTAs start sooner than more merge
 
 // Most lists are short enough for a division that takes a fifth of the time.

@@ -3,7 +3,6 @@
 #include "decode_schedule.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
-#include "swizzle.cuh"
 
 constexpr int LOADER_WARPS = 2;              // that load K, and as many for V
 constexpr int LOADER_ARRIVALS = 2 * 32 + 2;  // on the barrier of a loaded stage: every copy, and the page ids
@@ -64,16 +63,18 @@ struct PageReader {
   }
 };
 
-template <int HEAD_DIM>
+template <class Tile, int HEAD_DIM>
 struct TileLoader {
-  static constexpr int PIECES = HEAD_DIM * 2 / 16;  // of a row
-  static constexpr int ROWS_AT_ONCE = 32 / PIECES;
+  static constexpr int ELEMENT_BYTES = Tile::ROW_BYTES / Tile::COLUMNS;
+  static constexpr int PIECES = HEAD_DIM * ELEMENT_BYTES / 16;  // of a row
+  static constexpr int ROWS_AT_ONCE = PIECES > 16 ? 1 : PIECES > 8 ? 2 : PIECES > 4 ? 4 : 8;
+  static constexpr bool ALL_LANES = PIECES * ROWS_AT_ONCE == 32;  // copy; else the last ones idle
   const CacheView cache;
   const uint64_t policy;
   const PageSize page_size;
   int sub;                // this lane's row among those copied at once
   uint32_t piece_offset;  // of its piece in a row, bytes
-  uint32_t to, swizzled;  // where its first piece goes in a tile: row and chunk, and the unit in the row
+  uint32_t to, swizzled;  // where its first piece goes in a tile: row and chunk, and the bytes in the row
 
   template <class Params>
   FS_DEVICE TileLoader(const Params& p, const TensorMap*, const CacheView& cache)
@@ -81,8 +82,8 @@ struct TileLoader {
     const int lane = threadIdx.x % 32, piece = lane % PIECES;
     sub = lane / PIECES;
     piece_offset = piece * 16;
-    to = (piece / 8 * DECODE_TILE_KV + row_of_lane() - lane + sub) * CHUNK_ROW_BYTES;
-    swizzled = (piece ^ sub) % 8 * 16;
+    to = piece / Tile::UNITS * Tile::CHUNK_BYTES + (row_of_lane() - lane + sub) * Tile::ROW_BYTES;
+    swizzled = (piece % Tile::UNITS ^ Tile::swizzle(sub)) * 16;
   }
 
   // Copies this warp's rows of one tile. `page` is that of this lane's row.
@@ -90,12 +91,13 @@ struct TileLoader {
     const uint32_t token = page_size.place(tile * DECODE_TILE_KV + row_of_lane()).token;
     const uint32_t valid = __ballot_sync(~0u, page != NO_PAGE);
     const int64_t offset = page * cache.stride_page + token * cache.stride_token + kv_head * cache.stride_head;
-    const uint64_t mine = reinterpret_cast<uint64_t>(cache.base) + (page == NO_PAGE ? 0 : 2 * offset);
+    const uint64_t mine = reinterpret_cast<uint64_t>(cache.base) + (page == NO_PAGE ? 0 : ELEMENT_BYTES * offset);
 #pragma unroll 4
-    for (int first = 0; first < 32; first += ROWS_AT_ONCE) {  // `first` is a multiple of ROWS_AT_ONCE: + sub is ^ sub
+    for (int first = 0; first < 32; first += ROWS_AT_ONCE) {  // `first` and `sub` have no common bits
       const uint64_t row = __shfl_sync(~0u, mine, first + sub);
-      cp_async_16(dst + to + first * CHUNK_ROW_BYTES + (swizzled ^ first % 8 * 16),
-                  reinterpret_cast<const void*>(row + piece_offset), valid >> (first + sub) & 1, policy);
+      if (ALL_LANES || sub < ROWS_AT_ONCE)
+        cp_async_16(dst + to + first * Tile::ROW_BYTES + (swizzled ^ Tile::swizzle(first) * 16),
+                    reinterpret_cast<const void*>(row + piece_offset), valid >> (first + sub) & 1, policy);
     }
     cp_async_mbarrier_arrive_noinc(barrier);
     __syncwarp();

@@ -1,10 +1,9 @@
-// Loads tiles of a paged cache with the copy engine: a lane per box (rows of one page, 64 columns), the boxes of a
-// tile dealt to two warps. The page size is a run-time value: a multiple of 64, or 8, 16, 32.
+// Loads tiles of a paged cache with the copy engine: a lane per box (rows of one page, a chunk), the boxes of a tile
+// dealt to two warps. The page size is a run-time value: a multiple of 64, or 8, 16, 32.
 #pragma once
 #include "decode_schedule.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
-#include "swizzle.cuh"
 
 constexpr int LOADER_WARPS = 2;       // that load K, and as many for V
 constexpr int LOADER_ARRIVALS = 2;    // on the barrier of a loaded stage
@@ -66,9 +65,9 @@ struct PageReader {
 };
 static_assert(DECODE_TILE_KV == 64, "Boxes counts on it");
 
-template <int HEAD_DIM>
+template <class Tile, int HEAD_DIM>
 struct TileLoader {
-  static constexpr int CHUNKS = HEAD_DIM / CHUNK_COLUMNS;
+  static constexpr int CHUNKS = Tile::CHUNKS;
   const TensorMap* const map;
   const uint64_t policy;
   const PageSize page_size;
@@ -82,9 +81,9 @@ struct TileLoader {
     const int warp = threadIdx.x / 32 % LOADER_WARPS, item = threadIdx.x % 32 * LOADER_WARPS + warp;
     box = item / CHUNKS;
     chunk = item % CHUNKS;
-    offset = (chunk * DECODE_TILE_KV + (box << boxes.log2_rows)) * CHUNK_ROW_BYTES;
+    offset = chunk * Tile::CHUNK_BYTES + (box << boxes.log2_rows) * Tile::ROW_BYTES;
     const int mine = (boxes.count * CHUNKS - warp + LOADER_WARPS - 1) / LOADER_WARPS;
-    bytes = (mine << boxes.log2_rows) * CHUNK_ROW_BYTES;
+    bytes = (mine << boxes.log2_rows) * Tile::ROW_BYTES;  // zeros past the head's channels count
     if (threadIdx.x % 32 == 0) prefetch_tensormap(map);
   }
 
@@ -95,7 +94,7 @@ struct TileLoader {
     __syncwarp();  // the bytes are announced before any can arrive
     if (box >= boxes.count) return;
     const int token = boxes.count == 1 ? page_size.place(tile * DECODE_TILE_KV).token : 0;
-    tma_load_4d(dst + offset, map, barrier, policy, chunk * CHUNK_COLUMNS, token, kv_head, page);
+    tma_load_4d(dst + offset, map, barrier, policy, chunk * Tile::COLUMNS, token, kv_head, page);
   }
 
   // Arrives as a load would.

@@ -93,6 +93,15 @@ DECODE_PARAMS = ParamTable(
         ("sinks", "const float*"),  # [num_qo_heads], natural-log units
         ("sm_scale_log2", "float"),
         ("lse_scale", "float"),
+        (
+            "k_scale",
+            "const float*",
+        ),  # of an FP8 cache: [1], [num_kv_heads], or null: then the value
+        ("v_scale", "const float*"),
+        ("k_scale_value", "float"),
+        ("v_scale_value", "float"),
+        ("k_scale_stride", "int32_t"),  # 1 where each KV head has its own, else 0
+        ("v_scale_stride", "int32_t"),
         *_THRESHOLD,
     ],
 )

@@ -46,14 +46,15 @@ def ragged_map(t: torch.Tensor, dtype: str, box_rows: int) -> Map:
 def paged_map(t: torch.Tensor, dtype: str) -> Map:
     """Map of a cache view ``[pages, page_size, heads, dim]`` by (column, token, head, page)."""
     pages, page_size, heads, dim = t.shape
+    row_bytes = 64 if dim * t.element_size() <= 64 else 128  # csrc/kv_tile.cuh
     page, token, head, _ = (s * t.element_size() for s in t.stride())
     return tensor_map(
         t.data_ptr(),
         dtype,
         (dim, page_size, heads, pages),
         (token, head, page),
-        (CHUNK, min(page_size, PAGE_TILE), 1, 1),
-        128,
+        (row_bytes // t.element_size(), min(page_size, PAGE_TILE), 1, 1),
+        row_bytes,
     )
 
 

@@ -8,6 +8,8 @@ from typing import Protocol
 
 import torch
 
+from flashskip._scales import Scales
+
 
 class Attends(Protocol):
     """What the op calls."""
@@ -19,6 +21,7 @@ class Attends(Protocol):
         lse: torch.Tensor | None,
         bound: torch.Tensor | None,
         lse_base: str,
+        scales: Scales,
     ) -> None: ...
 
 
@@ -38,7 +41,8 @@ def register(wrapper: Attends) -> int:
     mutates_args=("out", "lse", "bound"),
     schema=(
         "(int handle, Tensor[] inputs, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? bound, "
-        "str lse_base) -> ()"
+        "str lse_base, Tensor? k_scale=None, Tensor? v_scale=None, float k_scale_value=1.0, "
+        "float v_scale_value=1.0) -> ()"
     ),
 )
 def run(
@@ -48,6 +52,10 @@ def run(
     lse: torch.Tensor | None,
     bound: torch.Tensor | None,
     lse_base: str,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    k_scale_value: float = 1.0,
+    v_scale_value: float = 1.0,
 ) -> None:
     """Attend; eager calls do not come this way, since an op call costs 15 us."""
     wrapper = _wrappers.get(handle)
@@ -56,7 +64,8 @@ def run(
             "the wrapper of this compiled or exported call is gone; expected one that lives as "
             "long as the call is used. Keep a reference to it, and compile or export again."
         )
-    wrapper._attend(inputs, out, lse, bound, lse_base)
+    scales = Scales(k_scale, v_scale, k_scale_value, v_scale_value)
+    wrapper._attend(inputs, out, lse, bound, lse_base, scales)
 
 
 run.register_fake(lambda *arguments: None)  # outputs are allocated by the caller

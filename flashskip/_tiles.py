@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flashskip.variant import Variant
 
@@ -104,10 +104,10 @@ class DecodeTile:
     v_stages: int
     tiles_per_group: int
     q_stages: int = 2  # segments whose queries are loaded ahead
-    tile_kv: int = 64
     loader_registers: int = 88  # 504 together; scores of 2 x 64 keys and their maxima need most
     scorer_registers: int = 224
     weigher_registers: int = 192
+    tile_kv: int = 64
 
     @property
     def threads(self) -> int:
@@ -117,18 +117,27 @@ class DecodeTile:
     def wgmma(self, v: Variant) -> tuple[Wgmma, ...]:
         """Return the matrix instructions of this tile: keys (then channels) are the 64 rows."""
         assert v.rows is not None
+        fp8 = v.kv_dtype == "e4m3"
         return (
-            Wgmma("wgmma_qk", v.rows),
-            Wgmma("wgmma_pv", v.rows, transpose_a=True, transpose_b=True),
+            Wgmma("wgmma_qk", v.rows, a_in_registers=fp8),
+            Wgmma("wgmma_pv", v.rows, a_in_registers=fp8, transpose_a=not fp8, transpose_b=True),
         )
+
+    @staticmethod
+    def kv_bytes(v: Variant, head_dim: int) -> int:
+        """Return the shared memory of a tile of K or V: rows of 64 bytes, or of whole 128."""
+        row = head_dim * (1 if v.kv_dtype == "e4m3" else 2)
+        return DecodeTile.tile_kv * (64 if row <= 64 else _round_up(row, 128))
 
     def shared_bytes(self, v: Variant) -> int:
         """Return the dynamic shared memory of a CTA; the template asserts the same number."""
         assert v.rows is not None
         page_ids = self.tile_kv if v.kv_path == "paged_gather" else 8
-        k_stage = self.tile_kv * v.head_dim_qk * 2 + 16 + 8 + 4 * page_ids  # barriers, tile source
-        v_stage = self.tile_kv * (v.head_dim_vo + v.rows) * 2 + 8 * v.rows + 24 + 12
-        q = self.q_stages * (v.rows * v.head_dim_qk * 2 + 16 + 4)
+        k_tile, v_tile = (self.kv_bytes(v, dim) for dim in (v.head_dim_qk, v.head_dim_vo))
+        k_stage = k_tile + 16 + 8 + 4 * page_ids  # barriers, tile source
+        v_stage = v_tile + self.tile_kv * v.rows * 2 + 8 * v.rows + 24 + 12
+        q_row = _round_up(v.head_dim_qk, 64) * 2 + (4 if v.kv_dtype == "e4m3" else 0)
+        q = self.q_stages * (v.rows * q_row + 16 + 4) + 4
         exchange = v.rows * 32 * self.tiles_per_group
         schedule = 8 * self.threads // 32 + 4 * 8 + 3 * 4
         used = self.k_stages * k_stage + self.v_stages * v_stage + q + exchange + schedule + 4
@@ -143,14 +152,23 @@ def _decode_tile(v: Variant) -> DecodeTile:
     assert v.rows is not None
     # 96 KiB of K always under way cover latency times bandwidth of an SM; V gets as much where P
     # and Q of many rows leave it. An SM holds one CTA: two with half the stages were no faster.
-    k_stages = v_stages = 6 * 128 // v.head_dim_qk
-    # Scores of more than two tiles do not fit the registers of many rows. With 64 channels a tile
-    # arrives in half the time, and judging four at once is 4 % faster; with 128 it is slower.
-    group = 4 if v.head_dim_qk == 64 and v.rows <= 16 else 2
+    tile_bytes = DecodeTile.kv_bytes(v, v.head_dim_qk)
+    k_stages = v_stages = 96 * 1024 // tile_bytes
+    # Scores of more than two tiles do not fit the registers of many rows. A tile of 8 KiB arrives
+    # in half the time, and judging four at once is 4 % faster; with 16 KiB it is slower.
+    group = 4 if tile_bytes <= 8192 and v.rows <= 16 else 2
     q_stages = 4 if v.rows <= 16 else 2
-    while DecodeTile(k_stages, v_stages, group, q_stages).shared_bytes(v) > MAX_SHARED_BYTES:
-        v_stages -= 1
-    return DecodeTile(k_stages, v_stages, group, q_stages)
+    if v.head_dim_qk == 256 and v.rows > 48 and v.kv_dtype != "e4m3":
+        q_stages = 1  # 32 KiB each, where K and V need at least two stages of 32 KiB
+    registers = (88, 224, 192)
+    if v.kv_dtype == "e4m3":
+        registers = (96, 216, 192)  # queries pass through registers of the loader
+    elif v.head_dim_vo == 256 and v.rows > 32:
+        registers = (88, 200, 216)  # the output of 256 channels takes two registers a row
+    tile = DecodeTile(k_stages, v_stages, group, q_stages, *registers)
+    while tile.shared_bytes(v) > MAX_SHARED_BYTES:
+        tile = replace(tile, v_stages=tile.v_stages - 1)
+    return tile
 
 
 def tile_for(v: Variant) -> PrefillTile | DecodeTile:

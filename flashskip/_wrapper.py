@@ -22,6 +22,7 @@ from flashskip._plan import (
     signature,
     threshold_fields,
 )
+from flashskip._scales import UNSCALED, Scales, check_scales, dequantised, scale_fields
 from flashskip.errors import UnsupportedVariant
 from flashskip.geometry import Geometry
 from flashskip.variant import Variant
@@ -238,6 +239,7 @@ class BatchWrapper:
         lse: torch.Tensor | None,
         return_lse: bool,
         lse_base: str,
+        scales: Scales = UNSCALED,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Allocate what was not passed and attend; under torch.compile through a custom op."""
         plan = self._planned()
@@ -257,9 +259,9 @@ class BatchWrapper:
             bound = torch.empty(shape[:2], dtype=torch.float32, device=q.device)
         # Tensor subclasses include those that stand for a tensor while something traces.
         if torch.compiler.is_compiling() or type(q) is not torch.Tensor or q.is_meta:
-            torch.ops.flashskip.run(self._handle, inputs, out, lse, bound, lse_base)
+            torch.ops.flashskip.run(self._handle, inputs, out, lse, bound, lse_base, *scales)
         else:
-            self._attend(inputs, out, lse, bound, lse_base, ours)
+            self._attend(inputs, out, lse, bound, lse_base, scales, ours)
         if not return_lse and bound is None:
             return out
         extra = [t for t in (lse if return_lse else None, bound) if t is not None]
@@ -272,6 +274,7 @@ class BatchWrapper:
         lse: torch.Tensor | None,
         bound: torch.Tensor | None,
         lse_base: str,
+        scales: Scales = UNSCALED,
         ours: Collection[str] = (),
     ) -> None:
         """Check the tensors and compute, where the plan runs.
@@ -287,6 +290,9 @@ class BatchWrapper:
             ragged = self._as_ragged(inputs, list(plan.indices.values()))
             self._check_out(out, inputs)
             check_lse(lse, (inputs[0].shape[0], plan.num_qo_heads), plan.device)
+            if plan.variant.kv_dtype == "e4m3":
+                check_scales(scales, plan.num_kv_heads, plan.device)
+                ragged = dequantised(ragged, scales)
             _cpu.attend_into(plan, ragged, out, lse, bound, LSE_SCALES[lse_base])
             return
         now = [signature(t) for t in inputs]
@@ -310,6 +316,9 @@ class BatchWrapper:
                 check_lse(lse, (inputs[0].shape[0], plan.num_qo_heads), plan.device)
             self._set(lse=0 if lse is None else lse.data_ptr(), lse_scale=LSE_SCALES[lse_base])
             plan.lse_held = lse_now
+        if plan.variant.kv_dtype == "e4m3":
+            check_scales(scales, plan.num_kv_heads, plan.device)
+            self._set(**scale_fields(scales))
         self._launch(plan)
 
     def _check_out(self, out: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:

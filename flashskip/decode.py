@@ -22,6 +22,7 @@ from flashskip._checks import (
 )
 from flashskip._options import PlanOptions, refusal, takes_plan_options
 from flashskip._plan import NEW, SAME, Plan, dtype_name, target_device, warn_of_overflow
+from flashskip._scales import given_scales
 from flashskip._wrapper import BatchWrapper
 from flashskip.errors import UnsupportedVariant
 from flashskip.geometry import Geometry
@@ -172,7 +173,9 @@ class BatchDecodeWrapper(BatchWrapper):
             One 5-D tensor ``[pages, 2, ...]`` or a pair (k, v) of 4-D tensors ``[pages, ...]`` in
             the wrapper's layout. Pages may lie at any stride that is a multiple of 16 bytes.
         k_scale, v_scale : float or torch.Tensor, optional
-            Of an FP8 cache.
+            Of an FP8 cache, default 1: attention is that of ``k_scale * K`` and ``v_scale * V``. A
+            tensor is fp32 ``[1]`` or ``[num_kv_heads]`` on the plan's device and read by the
+            kernel.
         out : torch.Tensor, optional
             ``[batch_size * q_len_per_req, num_qo_heads, head_dim]``.
         lse : torch.Tensor, optional
@@ -195,21 +198,14 @@ class BatchDecodeWrapper(BatchWrapper):
         ValueError, TypeError
             A tensor does not match the plan, or requires a gradient.
         """
-        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-            if scale is not None:
-                raise refusal(
-                    f"{name} is given with a {self._planned().options.kv_dtype} cache, "
-                    "where it has no effect",
-                    f"{name} with an FP8 cache only",
-                    f"Drop {name}",
-                )
+        scales = given_scales(k_scale, v_scale, self._planned().options.kv_dtype)
         cache = (paged_kv_cache,) if isinstance(paged_kv_cache, torch.Tensor) else paged_kv_cache
         if not isinstance(cache, (tuple, list)):
             raise TypeError(
                 f"paged_kv_cache is {type(cache).__name__}; expected one 5-D tensor or a pair "
                 "(k, v). Pass one of these."
             )
-        return self._run([q, *cache], out, lse, return_lse, lse_base)
+        return self._run([q, *cache], out, lse, return_lse, lse_base, scales)
 
     def _variant(self, options: PlanOptions, head_dim: int, group_size: int) -> Variant:
         return Variant(

@@ -36,10 +36,10 @@ DOMAINS: dict[str, dict[str, tuple[object, ...]]] = {
     },
     "decode": {
         "q_dtype": ("bf16", "fp16"),
-        "kv_dtype": ("bf16", "fp16"),
+        "kv_dtype": ("bf16", "fp16", "e4m3"),
         "o_dtype": ("bf16", "fp16"),
-        "head_dim_qk": (64, 128),
-        "head_dim_vo": (64, 128),
+        "head_dim_qk": (64, 96, 128, 256),
+        "head_dim_vo": (64, 96, 128, 256),
         "kv_path": ("paged_tma", "paged_gather"),
         "rows": (8, 16, 24, 32, 40, 48, 56, 64),
         "causal": (False, True),
@@ -98,9 +98,14 @@ class Variant:
         return "_".join(parts)
 
     @property
+    def mma_dtype(self) -> str:
+        """Element type in which products are computed: FP8 becomes fp16, which holds it exactly."""
+        return "fp16" if self.kv_dtype == "e4m3" else self.kv_dtype
+
+    @property
     def mma_type(self) -> str:
-        """Element type of the matrix instructions in PTX."""
-        return {"bf16": "bf16", "fp16": "f16"}[self.kv_dtype]
+        """The same as PTX names it."""
+        return {"bf16": "bf16", "fp16": "f16"}[self.mma_dtype]
 
     @classmethod
     def from_symbol(cls, symbol: str) -> Variant:
@@ -131,11 +136,19 @@ _TAGS = {
 _UNTAGGED = ("op", "q_dtype", "kv_path", "skip", "order", "arch")
 
 
+def _most_rows(kv_dtype: str, head_dim_vo: int) -> int:
+    """Rows of a decode work item that fit the registers."""
+    if head_dim_vo < 256:
+        return 64
+    return 16 if kv_dtype == "e4m3" else 48
+
+
 # What fields must satisfy together: the one at fault if they do not, and the condition, whose
 # parameters are the fields that it looks at.
 _RULES: tuple[tuple[str, Callable[..., bool]], ...] = (
-    ("kv_dtype", lambda q_dtype, kv_dtype: kv_dtype == q_dtype),
+    ("kv_dtype", lambda q_dtype, kv_dtype: kv_dtype in (q_dtype, "e4m3")),
     ("head_dim_vo", lambda head_dim_qk, head_dim_vo: head_dim_vo == head_dim_qk),
+    ("rows", lambda kv_dtype, head_dim_vo, rows: (rows or 0) <= _most_rows(kv_dtype, head_dim_vo)),
     ("order", lambda op, skip, order: (order is not None) == (op == "prefill" and skip != "dense")),
     ("vote_kv", lambda skip, vote_kv: (vote_kv is not None) == (skip != "dense")),
     ("stats", lambda skip, stats: skip != "dense" or not stats),

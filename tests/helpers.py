@@ -97,11 +97,13 @@ def eager_attention(
     sm_scale: float,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    *,
+    p_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Attention of one request as plain code in the tensors' own precision computes it.
 
-    Scores and sums in fp32, probabilities relative to the row's maximum and rounded to the dtype of
-    `v`, output rounded to that of `q`. `kept` is bool ``[num_qo_heads, qo_len, kv_len]``.
+    Scores and sums in fp32, probabilities relative to the row's maximum and rounded to `p_dtype`
+    (that of `v`), output rounded to that of `q`. `kept` is bool ``[num_qo_heads, qo_len, kv_len]``.
     """
     group = q.shape[1] // k.shape[1]
     keys = k.float().repeat_interleave(group, 1).permute(1, 2, 0)
@@ -116,7 +118,7 @@ def eager_attention(
     total = p.sum(-1, keepdim=True)
     if sinks is not None:
         total = total + torch.exp(sinks[:, None, None] - m)
-    o = p.to(v.dtype).float() @ values / total
+    o = p.to(p_dtype or v.dtype).float() @ values / total
     return o.nan_to_num(0).transpose(0, 1).to(q.dtype)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from flashskip._options import PlanOptions
 from flashskip.variant import Variant
 
 LAMBDA = 1e-2
+FP8 = torch.float8_e4m3fn
 
 # Scores are fp32 sums of exact products: their error is far below this, in log2 units. A decision
 # whose margin is smaller may fall either way.
@@ -28,6 +29,7 @@ class Paged:
     """The same number of query tokens for each request on a paged cache.
 
     `cache` is what `run` takes; `k`, `v` are its ``[pages, page_size, num_kv_heads, dim]`` views.
+    `scales` are the k_scale and v_scale of an FP8 cache.
     """
 
     q: Tensor
@@ -38,6 +40,7 @@ class Paged:
     indptr: Tensor
     indices: Tensor
     last_page_len: Tensor
+    scales: dict[str, float | Tensor] = field(default_factory=dict)
 
     @property
     def table(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -45,8 +48,15 @@ class Paged:
         return self.indptr, self.indices, self.last_page_len
 
     def gathered(self) -> tuple[Tensor, Tensor, Tensor]:
-        """K and V of all requests in a row, and where each starts."""
-        return reference.gather_pages((self.k, self.v), *self.table)
+        """K and V of all requests in a row as the numbers they are, and where each starts."""
+        k, v, kv_indptr = reference.gather_pages((self.k, self.v), *self.table)
+        if k.dtype == FP8:
+            k, v = (t.double() * self._scale(n) for n, t in (("k_scale", k), ("v_scale", v)))
+        return k, v, kv_indptr
+
+    def _scale(self, name: str) -> float | Tensor:
+        scale = self.scales.get(name, 1.0)
+        return scale.double()[:, None] if isinstance(scale, Tensor) else scale
 
     def place(self, request: int, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Page and slot of a request's keys."""
@@ -76,6 +86,7 @@ def make_paged(
     page_size: int = 16,
     dtype: torch.dtype = torch.bfloat16,
     *,
+    kv_dtype: torch.dtype | None = None,
     layout: str = "NHD",
     form: str = "tensor",
     hot: float | None = 0.3,
@@ -96,7 +107,7 @@ def make_paged(
     num_pages = sum(-(-n // page_size) for n in kv_lens) + 3
     table = page_table(kv_lens, page_size, torch.randperm(num_pages, generator=g, device=device))
     cache, k, v = _empty_cache(
-        (num_pages, page_size, num_kv_heads, head_dim), dtype, layout, form, device
+        (num_pages, page_size, num_kv_heads, head_dim), kv_dtype or dtype, layout, form, device
     )
     q = normal(len(kv_lens) * q_len, num_qo_heads, head_dim)
     direction = torch.nn.functional.normalize(normal(head_dim), dim=0) * gain
@@ -110,7 +121,7 @@ def make_paged(
             tiles = torch.rand(-(-n // 64), generator=g, device=device) < hot
             tiles[:1] = True
             keys = keys * 0.5 + tiles.repeat_interleave(64)[:n, None, None] * direction
-        k[place], v[place] = keys.to(dtype), values.to(dtype)
+        k[place], v[place] = keys.to(k.dtype), values.to(v.dtype)
     return batch
 
 
@@ -131,7 +142,7 @@ def _empty_cache(
         k, v = cache[:, 0], cache[:, 1]
     else:
         gap = 1 if form == "strided" else 0
-        size = (pages + gap, inner[0] + gap, inner[1] + 2 * gap, dim + 8 * gap)
+        size = (pages + gap, inner[0] + gap, inner[1] + 2 * gap, dim + gap * 16 // dtype.itemsize)
         both = [torch.full(size, nan, dtype=dtype, device=device) for _ in range(2)]
         k, v = (t[gap:, gap:, gap : inner[1] + gap, :dim] for t in both)
         cache = (k, v)
@@ -163,7 +174,7 @@ def plan(batch: Paged, **options: Any) -> flashskip.BatchDecodeWrapper:
     """Plan for `batch` on its device."""
     wrapper = flashskip.BatchDecodeWrapper(kv_layout=batch.layout)
     (tokens, heads, head_dim), (_, page_size, num_kv_heads, _) = batch.q.shape, batch.k.shape
-    options = {"q_data_type": batch.q.dtype, **options}
+    options = {"q_data_type": batch.q.dtype, "kv_data_type": batch.k.dtype, **options}
     q_len = tokens // len(batch.last_page_len)
     wrapper.plan(
         *batch.table, heads, num_kv_heads, head_dim, page_size, q_len_per_req=q_len, **options
@@ -177,7 +188,7 @@ def run(
     """Run into poisoned outputs."""
     out = poisoned(batch.q.shape, wrapper._planned().options.o_dtype, batch.q.device)
     lse = poisoned(batch.q.shape[:2], torch.float32, batch.q.device)
-    wrapper.run(batch.q, batch.cache, out=out, lse=lse, **outputs)
+    wrapper.run(batch.q, batch.cache, out=out, lse=lse, **batch.scales, **outputs)
     return out, lse
 
 
@@ -219,7 +230,8 @@ def assert_matches(
         kept = kept_keys(exact.skip_map[i])  # [KV head, token * group + head, key]
         kept = kept.unflatten(1, (q_len, -1)).transpose(1, 2).flatten(0, 1)
         tensors = (batch.q[rows], k[start:end], v[start:end])
-        eager = eager_attention(*tensors, kept, sm_scale, *soft_cap_and_sinks)
+        p_dtype = torch.float16 if batch.k.dtype == FP8 else batch.k.dtype
+        eager = eager_attention(*tensors, kept, sm_scale, *soft_cap_and_sinks, p_dtype=p_dtype)
         assert_within_budget(out[rows], exact.out[rows], eager.to(out.dtype))
         assert (out[rows][~kept.any(2).T] == 0).all()
     torch.testing.assert_close(lse.double(), exact.lse, rtol=0, atol=1e-4)

@@ -13,7 +13,7 @@ import paged
 import prefill_gpu
 import torch
 from helpers import make_ragged
-from paged import make_paged
+from paged import FP8, make_paged
 
 from flashskip import _kernels
 from flashskip._jit.compile import Program
@@ -44,6 +44,10 @@ DECODE = (
     (PAGED_LENS, (8, 2), {"head_dim": 128, "page_size": 8, "q_len": 3},
      {"window_left": 100, "logits_soft_cap": 9.0, "sinks": True, **COUNTS}),
     (PAGED_LENS, (71, 1), {"head_dim": 64, "page_size": 16}, SKIPS),  # more than 64 rows
+    (PAGED_LENS, (8, 2), {"head_dim": 96, "page_size": 3}, COUNTS),
+    (PAGED_LENS, (8, 2), {"head_dim": 256, "page_size": 8}, SKIPS),
+    (PAGED_LENS, (8, 2), {"head_dim": 128, "page_size": 16, "kv_dtype": FP8}, COUNTS),
+    (PAGED_LENS, (8, 2), {"head_dim": 64, "page_size": 5, "kv_dtype": FP8}, {}),
     ((6000, 3, 9000), (24, 2), {"head_dim": 128, "page_size": 16}, COUNTS),  # cut and merged
     ((6000, 3, 9000), (24, 2), {"head_dim": 64, "page_size": 7}, {}),
 )  # fmt: skip
@@ -70,7 +74,8 @@ def decode_kernel(number: int) -> Variant:
     """The kernel of an example of DECODE."""
     _, (num_qo_heads, num_kv_heads), cache, options = DECODE[number]
     shape = {n: cache[n] for n in ("head_dim", "page_size", "dtype", "q_len") if n in cache}
-    return paged.variant(num_qo_heads // num_kv_heads, **shape, **options)
+    kv_dtype = {"kv_data_type": cache["kv_dtype"]} if "kv_dtype" in cache else {}
+    return paged.variant(num_qo_heads // num_kv_heads, **shape, **kv_dtype, **options)
 
 
 def with_sinks(options: dict, heads: int, device: str) -> dict:

@@ -31,6 +31,8 @@ BF16, FP16 = torch.bfloat16, torch.float16
 MIX = (0, 1, 63, 64, 65, 1000, 0, 2048, 300, 129)
 
 
+ALL_OPTIONS = {"window_left": 1, "logits_soft_cap": 1.0, "sinks": torch.empty(0)}
+
 # ---- shapes --------------------------------------------------------------------------------------
 
 
@@ -67,9 +69,29 @@ def test_many_rows_of_128_channels(group_size: int, threshold: float | None) -> 
 )
 @pytest.mark.parametrize("o_dtype", [BF16, FP16])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 def test_dtypes(head_dim: int, dtype: torch.dtype, o_dtype: torch.dtype) -> None:
     check(make_paged(MIX, 8, 2, head_dim, 16, dtype), LAMBDA, o_data_type=o_dtype)
+
+
+@pytest.mark.variants(
+    lambda group_size, head_dim, page_size, q_len: [
+        variant(group_size, head_dim, page_size, q_len=q_len, **ALL_OPTIONS),
+        skipping(group_size, head_dim, page_size, q_len=q_len, **ALL_OPTIONS),
+    ]
+)
+@pytest.mark.parametrize("threshold", [None, LAMBDA])
+@pytest.mark.parametrize(("group_size", "q_len"), [(4, 1), (3, 5), (48, 1)])
+@pytest.mark.parametrize("page_size", [8, 16, 32, 64, 5])
+@pytest.mark.parametrize("head_dim", [96, 256])
+def test_other_head_dims(
+    head_dim: int, page_size: int, group_size: int, q_len: int, threshold: float | None
+) -> None:
+    batch = make_paged(
+        (*MIX, 9000), 2 * group_size, 2, head_dim, page_size, q_len=q_len, gain=7.5, layout="HND"
+    )
+    sinks = torch.linspace(-3, 3, 2 * group_size, device=DEVICE)
+    check(batch, threshold, window_left=4000, logits_soft_cap=20.0, sinks=sinks)
 
 
 @pytest.mark.variants(lambda page_size: [variant(4, 64, page_size), skipping(4, 64, page_size)])

@@ -20,6 +20,18 @@ FS_DEVICE float rcp(float x) {
   return y;
 }
 
+// Four e4m3 bytes to fp16, exactly: the lower two and the upper two.
+FS_DEVICE void fp16_of_e4m3(uint32_t bytes, uint32_t& lower, uint32_t& upper) {
+  asm("{\n"
+      ".reg .b16 a, b;\n"
+      "mov.b32 {a, b}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, a;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, b;\n"
+      "}"
+      : "=r"(lower), "=r"(upper)
+      : "r"(bytes));
+}
+
 // The larger of two; NaN if either is.
 FS_DEVICE float max_nan(float a, float b) {
   float d;
