@@ -87,9 +87,9 @@ def matches(layer: str, component: str | None, patterns: Iterable[str]) -> bool:
 
 def load_mapping(path: Path) -> dict[str, Any]:
     """Parse a JSON file, or a YAML file by its suffix, and name it where it is damaged."""
-    text = path.read_text(encoding="utf-8")
     is_yaml = path.suffix in (".yaml", ".yml")
     try:
+        text = path.read_text(encoding="utf-8")
         loaded = _parse_yaml(path, text) if is_yaml else json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(
