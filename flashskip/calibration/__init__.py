@@ -7,7 +7,7 @@ one formula through the curves of several texts and lengths.
 """
 
 from .cli import main
-from .curve import BINS, Curve, Measurement, histogram
+from .curve import BINS, Curve, Measurement, histogram, pooled
 from .fit import Fit, Miss, calibrate, fit, misses, to_config
 from .report import write_report
 
@@ -22,6 +22,7 @@ __all__ = [
     "histogram",
     "main",
     "misses",
+    "pooled",
     "to_config",
     "write_report",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -126,3 +128,25 @@ class Measurement:
     def curve(self) -> Curve:
         """Sparsity of all layers and heads together."""
         return Curve(self.gaps)
+
+
+def pooled(measurements: Iterable[Measurement]) -> list[Measurement]:
+    """Add up the pieces of each text: measurements of the same text, phase and length.
+
+    Parameters
+    ----------
+    measurements : iterable of Measurement
+        Of any texts, phases and lengths.
+
+    Returns
+    -------
+    list of Measurement
+        One for each text, phase and length, in order of first occurrence.
+    """
+    found: dict[tuple[str, str, int], Measurement] = {}
+    for m in measurements:
+        key = (m.text, m.phase, m.kv_len)
+        if key in found:
+            m = dataclasses.replace(m, gaps=found[key].gaps + m.gaps)
+        found[key] = m
+    return list(found.values())
