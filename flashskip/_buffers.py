@@ -36,12 +36,12 @@ class Buffers:
                 f"at most {0 if held is None else held.numel()}, as the graph holds the old buffer",
                 "Make the first plan with the largest batch, or use a new wrapper",
             )
-        with torch.inference_mode(False):  # or no code outside of it could reset a buffer
-            grown = {
-                name: torch.zeros(max(math.prod(shape), 1), dtype=dtype, device=device)
-                for name, (shape, dtype) in small.items()
-            }
-        self.storage |= grown
+        if small:
+            with torch.inference_mode(False):  # or no code outside of it could reset a buffer
+                self.storage |= {
+                    name: torch.zeros(max(math.prod(shape), 1), dtype=dtype, device=device)
+                    for name, (shape, dtype) in small.items()
+                }
         return {
             name: self.storage[name][: math.prod(shape)].view(shape)
             for name, (shape, _) in needs.items()

@@ -296,21 +296,21 @@ class BatchWrapper:
             _cpu.attend_into(plan, ragged, out, lse, bound, LSE_SCALES[lse_base])
             return
         now = [signature(t) for t in inputs]
-        moved = now != plan.inputs_held
-        if moved:
+        if now != plan.inputs_held:
             check_device(inputs[0], plan.device)
             held, plan.inputs_held = plan.inputs_held, []
+            plan.out_held = plan.lse_held = None  # they were checked against the inputs before
             self._bind(inputs, changes(held, now))
             plan.inputs_held = now
         out_now = signature(out)
-        if moved or out_now != plan.out_held:
+        if out_now != plan.out_held:
             plan.out_held = None
             if "out" not in ours:
                 self._check_out(out, inputs)
             self._set(o=out_now[0], o_stride_token=out_now[2][0], o_stride_head=out_now[2][1])
             plan.out_held = out_now
         lse_now = (lse_base, None if lse is None else signature(lse))
-        if moved or lse_now != plan.lse_held:
+        if lse_now != plan.lse_held:
             plan.lse_held = None
             if "lse" not in ours:
                 check_lse(lse, (inputs[0].shape[0], plan.num_qo_heads), plan.device)

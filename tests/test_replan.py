@@ -345,6 +345,23 @@ def test_out_is_compared_with_inputs_that_moved() -> None:
         wrapper.run(**{**call.run, "q": call.run["out"]})
 
 
+def test_outputs_are_checked_against_the_rows_of_each_run() -> None:
+    wrapper, call = new("prefill"), Call("prefill", lse=torch.zeros(2, 4))
+    expected = call.of(wrapper)
+    q, out, lse = (
+        torch.zeros(3, *t.shape[1:], dtype=t.dtype)
+        for t in (call.run["q"], call.run["out"], call.run["lse"])
+    )
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"out has shape .2, 4, 64.; expected .3, 4, 64."):
+            wrapper.run(**{**call.run, "q": q})
+        with pytest.raises(ValueError, match=r"lse is .*2, 4.* expected .*3, 4."):
+            wrapper.run(**{**call.run, "q": q, "out": out})
+    wrapper.run(**{**call.run, "q": q, "out": out, "lse": lse})
+    wrapper.run(**call.run)
+    assert wrapper.launched == expected
+
+
 # ---- buffers -------------------------------------------------------------------------------------
 
 
