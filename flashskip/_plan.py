@@ -147,18 +147,17 @@ def multiprocessors(device: int) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def option_tensors(options: PlanOptions) -> dict[str, torch.Tensor]:
-    """Return what kernels read by address, or at least what is given as such."""
-    given = {name: getattr(options, name) for name in OPTION_TENSORS}
-    numbers = {name for name in LIVE if isinstance(given[name], (int, float))}
-    return {n: t for n, t in given.items() if t is not None and n not in numbers}
-
-
-def check_option_tensors(plan: Plan) -> None:
-    """Raise unless kernels can read the option tensors."""
-    for name, t in option_tensors(plan.options).items():
+def check_option_tensors(plan: Plan) -> list[torch.Tensor]:
+    """Return the options that kernels read by address; raise unless they can."""
+    found = []
+    for name, dtype in OPTION_TENSORS.items():
+        t = getattr(plan.options, name)
+        if t is None or (name in LIVE and isinstance(t, (int, float))):
+            continue
         length = plan.num_qo_heads if name == "sinks" else plan.batch_size
-        check_vector(name, t, length, dtype=OPTION_TENSORS[name], device=plan.device)
+        check_vector(name, t, length, dtype=dtype, device=plan.device)
+        found.append(t)
+    return found
 
 
 def threshold_fields(options: PlanOptions) -> dict[str, object]:

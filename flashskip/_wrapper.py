@@ -17,7 +17,6 @@ from flashskip._plan import (
     changes,
     check_option_tensors,
     multiprocessors,
-    option_tensors,
     require_kernel,
     signature,
     threshold_fields,
@@ -152,8 +151,7 @@ class BatchWrapper:
     def _adopt(self, plan: Plan, stats_heads: int) -> None:
         """Load the kernel and fill the launch record; a plan that is refused is not adopted."""
         options = plan.options
-        check_option_tensors(plan)
-        plan.live = [*option_tensors(options).values()]
+        plan.live = check_option_tensors(plan)
         if self._workspace is not None:
             plan.live.append(self._workspace)
         self._load(plan)

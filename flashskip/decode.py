@@ -205,6 +205,12 @@ class BatchDecodeWrapper(BatchWrapper):
                 f"paged_kv_cache is {type(cache).__name__}; expected one 5-D tensor or a pair "
                 "(k, v). Pass one of these."
             )
+        if not 1 <= len(cache) <= 2:
+            raise refusal(
+                f"paged_kv_cache has {len(cache)} tensors",
+                "one 5-D tensor or a pair (k, v)",
+                "Pass one of these",
+            )
         return self._run([q, *cache], out, lse, return_lse, lse_base, scales)
 
     def _variant(self, options: PlanOptions, head_dim: int, group_size: int) -> Variant:
@@ -266,12 +272,6 @@ class BatchDecodeWrapper(BatchWrapper):
             check_tensor("paged_kv_cache", inputs[0], (None, 2, *dims), dtype, device)
             k, v = inputs[0][:, 0], inputs[0][:, 1]
         else:
-            if len(inputs) != 2:
-                raise refusal(
-                    f"paged_kv_cache has {len(inputs)} tensors",
-                    "one 5-D tensor or a pair (k, v)",
-                    "Pass one of these",
-                )
             k, v = inputs
             check_tensor("paged_kv_cache[0]", k, (None, *dims), dtype, device)
             check_tensor("paged_kv_cache[1]", v, (k.shape[0], *dims), dtype, device)
@@ -289,7 +289,7 @@ class BatchDecodeWrapper(BatchWrapper):
             self._check_q(q, self._planned().device)
         if changes[0] != SAME:
             self._set(q=q.data_ptr(), q_stride_token=q.stride(0), q_stride_head=q.stride(1))
-        if max(changes[1:], default=NEW) != SAME:
+        if max(changes[1:]) != SAME:
             self._bind_cache(cache)
 
     def _bind_cache(self, cache: Sequence[torch.Tensor]) -> None:

@@ -160,6 +160,9 @@ def test_decode_run_refuses():
         wrapper.run(q, cache.transpose(2, 3).contiguous())
     with pytest.raises(ValueError, match=r"q has shape .1, 4, 64.; expected .2, 4, 64."):
         wrapper.run(q[:1], cache)
+    for tensors in ((), (cache[:, 0], cache[:, 1], None)):
+        with pytest.raises(ValueError, match=f"paged_kv_cache has {len(tensors)} tensors"):
+            wrapper.run(q, tensors)
     with pytest.raises(ValueError, match=r"k_scale is given with a torch.bfloat16 cache"):
         wrapper.run(q, cache, k_scale=2.0)
     with pytest.raises(
