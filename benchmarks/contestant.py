@@ -30,6 +30,7 @@ class Prepared:
     # Where the case has a page table: read through it. False in a prefill: ragged K and V instead;
     # in a decode: pages in their order of storage, the ceiling of those that look them up.
     paged: bool = True
+    rounding: float | None = None  # relative error that its arithmetic brings, if not the inputs'
     note: str = ""
 
 

@@ -156,7 +156,14 @@ class Measurement:
         prepared = contestant.prepare(case, data)
         out = prepared.to_rows(prepared.run())
         self.clock.synchronize()
-        entry["check"] = check_output(case, data, out, skips=contestant.skips, paged=prepared.paged)
+        entry["check"] = check_output(
+            case,
+            data,
+            out,
+            skips=contestant.skips,
+            paged=prepared.paged,
+            rounding=prepared.rounding,
+        )
         if prepared.note:
             entry["note"] = prepared.note
         if not prepared.paged:
@@ -166,7 +173,7 @@ class Measurement:
         if prepared.skipped_share is not None:
             entry["skipped"] = prepared.skipped_share()
         if case.graph and self.clock.device.type == "cuda":
-            return captured(prepared.run)
+            return Captured(prepared.run)
         return prepared.run
 
     def death_of(self, contestant: str, case: Case) -> str:
@@ -189,12 +196,20 @@ class Measurement:
         save(self.path, self.results)
 
 
-def captured(run: Callable[[], object]) -> Callable[[], object]:
-    """Return the replay of a CUDA graph of one run."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
+class Captured:
+    """A CUDA graph of one run, and the run itself, whose memory the graph reads."""
+
+    def __init__(self, run: Callable[[], object]) -> None:
+        self.run = run
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            run()
+        self.graph.replay()
+        torch.cuda.synchronize()  # a faulty graph is found while its contestant is known
+
+    def __call__(self) -> None:
+        """Replay it."""
+        self.graph.replay()
 
 
 def new_results(group: str, device: torch.device, commit: str = "") -> Results:

@@ -75,15 +75,19 @@ def prepare_fa4(case: Case, data: Data) -> Prepared:
 
 
 def prepare_fa3(case: Case, data: Data) -> Prepared:
-    """Decode on a page table, and the last tokens of a long prompt; it chooses its splits."""
+    """Decode on a page table, and the last tokens of a long prompt; it chooses its splits.
+
+    vLLM builds the ragged form of it alone.
+    """
     if isinstance(case, DecodeCase):
         return _prepare_fa3_decode(case, data)
-    if not case.uniform or case.qo_lens == case.kv_lens or case.page_size:
+    if case.qo_lens == case.kv_lens or case.page_size:
         raise Unsupported(NOT_ASKED)
-    q, k, v = (x.unflatten(0, (len(case.kv_lens), -1)) for x in (data.q, data.k, data.v))
-    out = torch.full_like(q, float("nan"))
-    run = partial(_fa3, q, k, v, out, None, None, case.head_dim_qk)
-    return Prepared(run, to_rows=lambda out: out.flatten(0, 1))
+    assert isinstance(data, PrefillData)
+    out = torch.full_like(data.q, float("nan"))
+    ragged = (data.qo_indptr, data.kv_indptr, None, None, None, max(case.qo_lens))
+    lens = (*ragged, max(case.kv_lens), None)
+    return Prepared(partial(_fa3, data.q, data.k, data.v, out, lens, case.head_dim_qk))
 
 
 def _prepare_fa3_decode(case: DecodeCase, data: Data) -> Prepared:
@@ -91,27 +95,22 @@ def _prepare_fa3_decode(case: DecodeCase, data: Data) -> Prepared:
     if case.kv_dtype:
         raise Unsupported("an 8-bit cache needs queries of 8 bits")
     q = data.q.unsqueeze(1)
-    lens = torch.full_like(data.last_page_len, case.kv_len)
+    used = torch.full_like(data.last_page_len, case.kv_len)
+    lens = (None, None, None, None, used, None, None, data.page_table.int())
     out = torch.full_like(q, float("nan"))
-    run = partial(_fa3, q, data.k, data.v, out, lens, data.page_table.int(), case.head_dim)
+    run = partial(_fa3, q, data.k, data.v, out, lens, case.head_dim)
     return Prepared(run, to_rows=lambda out: out.squeeze(1))
 
 
-def _fa3(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lens: Tensor | None,
-    page_table: Tensor | None,
-    head_dim: int,
-) -> Tensor:
-    """Call the operator, whose arguments have no names: causal, no window, splits by itself."""
+def _fa3(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lens: tuple, head_dim: int) -> Tensor:
+    """Call the operator, whose arguments have no names: causal, no window, splits by itself.
+
+    `lens` is cu_seqlens of q, k, new k; seqused of q, k; max_seqlen of q, k; the page table.
+    """
     none = (None,) * 8
     return torch.ops._vllm_fa3_C.fwd(
         q, k, v, None, None, None, out,  # k_new, v_new, q_v
-        None, None, None, None, lens, None, None,  # cu_seqlens, seqused, max_seqlens
-        page_table, *none,  # kv_batch_idx, leftpad, rotary, descale
+        *lens, *none,  # kv_batch_idx, leftpad, rotary, descale
         head_dim**-0.5, True, -1, -1, 0.0, True, None,  # causal, window, softcap, rotary, schedule
         0, None, 0, None, 1, 0, None,  # num_splits, pack_gqa, sm_margin, sinks, context parallel
     )[0]  # fmt: skip

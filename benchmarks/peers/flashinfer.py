@@ -20,6 +20,8 @@ from benchmarks.data import PREFILL_TILE, THRESHOLD, Data, DecodeData, PrefillDa
 from benchmarks.peers.probe import skipped_share
 
 _WORKSPACE_BYTES = 512 << 20
+_XQA_PAGES = (16, 32, 64, 128)
+_FP8_ROUNDING = 0.1  # of a row's norm, where q and P are rounded to e4m3: 4 to 6e-2
 
 
 @cache
@@ -159,10 +161,12 @@ def prepare_tensor_cores(case: Case, data: Data) -> Prepared:
 
 @_built_kernels_only
 def prepare_xqa(case: Case, data: Data) -> Prepared:
-    """Decode with TensorRT-LLM's XQA; it has no plan."""
+    """Decode with TensorRT-LLM's XQA; it has no plan, and computes in 8 bits on an 8-bit cache."""
     if not isinstance(case, DecodeCase):
         raise Unsupported(NOT_ASKED)
     assert isinstance(data, DecodeData)
+    if case.page_size not in _XQA_PAGES:
+        raise Unsupported(f"pages of {', '.join(map(str, _XQA_PAGES))} only")
     attend = importlib.import_module("flashinfer.decode").trtllm_batch_decode_with_kv_cache
     table, out = data.page_table.int(), _output(case, data)
     lens = torch.full_like(data.last_page_len, case.kv_len)
@@ -171,6 +175,8 @@ def prepare_xqa(case: Case, data: Data) -> Prepared:
         case.kv_len, bmm1_scale=case.head_dim**-0.5, bmm2_scale=1.0, out=out, kv_layout="NHD",
         backend="xqa",
     )  # fmt: skip
+    if case.kv_dtype:
+        return Prepared(run, rounding=_FP8_ROUNDING, note="q and P in 8 bits")
     return Prepared(run)
 
 
