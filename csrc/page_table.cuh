@@ -34,6 +34,7 @@ struct PageSize {
   };
 
   FS_DEVICE explicit PageSize(uint32_t size) : size(size), reciprocal(0xffffffffu / size) {}
+  FS_DEVICE PageSize(uint32_t size, uint32_t reciprocal) : size(size), reciprocal(reciprocal) {}
 
   FS_DEVICE Place place(uint32_t position) const {
     const uint32_t page = __umulhi(position, reciprocal), token = position - page * size;  // page may be one low
@@ -54,3 +55,14 @@ template <class Params>
 FS_DEVICE int bounded_page(const Params& p, int id) {
   return static_cast<uint32_t>(id) < static_cast<uint32_t>(p.num_pages) ? id : NO_PAGE;
 }
+
+// How a tile falls into boxes of rows that lie in one page: the page size is a multiple of the tile's, or divides it
+// and is a multiple of the swizzle's 8 rows.
+template <int TILE_KV>
+struct PageBoxes {
+  int log2_rows, log2_count, count;  // rows of a box, boxes of a tile
+
+  FS_DEVICE explicit PageBoxes(int page_size)
+      : log2_rows(__ffs(min(page_size, TILE_KV)) - 1), log2_count(__ffs(TILE_KV) - 1 - log2_rows),
+        count(1 << log2_count) {}
+};

@@ -21,6 +21,10 @@ struct RingPosition {
   int stage = 0;
   uint32_t parity = 0;  // of the phase that fills the stage; its release by the readers has `parity ^ 1`
 
+  FS_DEVICE static RingPosition at(uint32_t turn) {
+    return {static_cast<int>(turn % STAGES), turn / STAGES % 2};
+  }
+
   FS_DEVICE void advance() {
     if (++stage == STAGES) {
       stage = 0;

@@ -9,7 +9,7 @@ struct WorkItem {
   int head;
   int first_row;     // row of q
   int num_rows;      // valid rows of the block
-  int first_key;     // row of k and v
+  int first_kv;      // row of k and v; of a paged cache: entry of the page table
   int kv_len;        // keys of the request
   int diagonal;      // key on the first row's diagonal, counted from the request's first; may be negative
   float threshold;   // log2 lambda in raw score units; -INF where nothing may be skipped
@@ -19,6 +19,8 @@ struct WorkItem {
 struct Span {
   int first, length;
 
+  FS_DEVICE Span(int first, int length) : first(first), length(length) {}
+
   FS_DEVICE Span(const int32_t* indptr, int request, int limit) {
     first = min(max(indptr[request], 0), limit);
     length = max(min(indptr[request + 1], limit) - first, 0);
@@ -26,10 +28,11 @@ struct Span {
 };
 
 // Hands out items in one global order: requests as they come; within one, head sections whose keys and values fit
-// into L2, long rows first, the heads of a section side by side. All 32 lanes of the producer warp call it.
+// into L2, long rows first, the heads of a section side by side. All 32 lanes of the scheduling warp call it.
 // Without a causal limit all items of a request cost the same, and the last wave may leave most CTAs idle. Its row
 // blocks are then cut into pieces of whole units, which changes no decision: units vote alone, in the same order.
-template <int TILE_Q, int UNIT_ROWS, bool CAUSAL, int KV_HEAD_BYTES>
+// `Keys::keys_of` finds a request's keys.
+template <class Keys, int TILE_Q, int UNIT_ROWS, bool CAUSAL, int KV_HEAD_BYTES>
 struct Scheduler {
   static constexpr int L2_BYTES = 32 << 20;  // of keys and values in use at a time; the L2 holds 50 MB
   static constexpr int UNITS = TILE_Q / UNIT_ROWS;
@@ -120,7 +123,7 @@ struct Scheduler {
   // Item `index` of the request.
   template <class Params>
   FS_DEVICE WorkItem describe(const Params& p, uint32_t index) const {
-    const Span qo(p.qo_indptr, request, p.nnz_qo), kv(p.kv_indptr, request, p.nnz_kv);
+    const Span qo(p.qo_indptr, request, p.nnz_qo), kv = Keys::keys_of(p, request);
     const uint32_t blocks = num_blocks(qo.length), group_size = p.num_qo_heads / p.num_kv_heads;
     const uint32_t fitting = L2_BYTES / KV_HEAD_BYTES / max(kv.length, 1);  // KV heads
     const uint32_t section_heads = min(max(fitting, 1u), static_cast<uint32_t>(p.num_kv_heads)) * group_size;
@@ -134,7 +137,7 @@ struct Scheduler {
     item.head = first_head + rest % heads;
     item.first_row = qo.first + row;
     item.num_rows = min(qo.length - row, TILE_Q);
-    item.first_key = kv.first;
+    item.first_kv = kv.first;
     item.kv_len = kv.length;
     item.diagonal = row + kv.length - qo.length;
     return item;

@@ -12,7 +12,7 @@ template <int HEAD_DIM>
 FS_DEVICE void load_rows(const void* dst, const TensorMap* map, const uint64_t& loaded, uint64_t policy, int rows,
                          int from_end, int head, int end) {
 #pragma unroll
-  for (int chunk = 0; chunk < HEAD_DIM / CHUNK_COLUMNS; chunk++) {
+  for (int chunk = 0; chunk < num_chunks(HEAD_DIM); chunk++) {
     tma_load_5d(shared_address(dst) + chunk * rows * CHUNK_ROW_BYTES, map, shared_address(&loaded), policy,
                 chunk * CHUNK_COLUMNS, REQUEST_END + from_end, head, end, REQUEST_END);
   }

@@ -6,6 +6,11 @@
 constexpr int CHUNK_COLUMNS = 64;  // of a 128-byte swizzled row
 constexpr int CHUNK_ROW_BYTES = 128;
 
+// Chunks of a row of `columns` columns; the last one may be half empty.
+FS_DEVICE constexpr int num_chunks(int columns) { return (columns + CHUNK_COLUMNS - 1) / CHUNK_COLUMNS; }
+
+FS_DEVICE constexpr int tile_bytes(int rows, int columns) { return rows * num_chunks(columns) * CHUNK_ROW_BYTES; }
+
 enum class Swizzle : uint32_t { NONE = 0, BYTES_128 = 1, BYTES_64 = 2, BYTES_32 = 3 };
 
 // The 64-bit matrix descriptor. K-major operands: `stride_bytes` leads to the next 8 rows, `leading_bytes` is

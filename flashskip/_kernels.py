@@ -33,17 +33,32 @@ PREFILL_PARAMS = ParamTable(
     "PrefillParams",
     [
         ("q_map", "TensorMap"),
-        ("k_map", "TensorMap"),
+        ("k_map", "TensorMap"),  # ragged, paged_tma
         ("v_map", "TensorMap"),
         ("o", "void*"),  # [nnz_qo, num_qo_heads, head_dim_vo]
         ("lse", "float*"),  # [nnz_qo, num_qo_heads], contiguous, or null
         ("qo_indptr", "const int32_t*"),  # [batch_size + 1]
-        ("kv_indptr", "const int32_t*"),  # [batch_size + 1]
+        ("kv_indptr", "const int32_t*"),  # ragged: [batch_size + 1]
+        ("k_cache", "const void*"),  # paged_gather
+        ("v_cache", "const void*"),
+        ("indptr", "const int32_t*"),  # paged: [batch_size + 1]
+        ("indices", "const int32_t*"),  # [num_indices]
+        ("last_page_len", "const int32_t*"),  # [batch_size]
         ("work_counter", "uint32_t*"),  # [2]: next work item, finished CTAs; both 0 between runs
         ("o_stride_token", "int64_t"),  # elements
         ("o_stride_head", "int64_t"),
+        ("k_stride_page", "int64_t"),  # of a paged cache, elements
+        ("k_stride_token", "int64_t"),
+        ("k_stride_head", "int64_t"),
+        ("v_stride_page", "int64_t"),
+        ("v_stride_token", "int64_t"),
+        ("v_stride_head", "int64_t"),
         ("nnz_qo", "int32_t"),  # rows of q: no request reaches beyond
-        ("nnz_kv", "int32_t"),  # rows of k and v
+        ("nnz_kv", "int32_t"),  # rows of ragged k and v
+        ("page_size", "int32_t"),
+        ("page_reciprocal", "uint32_t"),  # (2**32 - 1) // page_size
+        ("num_pages", "int32_t"),  # of the cache: a page id outside reads as zeros
+        ("num_indices", "int32_t"),
         ("batch_size", "int32_t"),
         ("num_qo_heads", "int32_t"),
         ("num_kv_heads", "int32_t"),
@@ -146,7 +161,7 @@ def geometry_for(v: Variant, *, window_left: int) -> Geometry:
     assert isinstance(tile, PrefillTile)
     return Geometry.prefill(
         rows_per_block=tile.tile_q,
-        keys_per_load=tile.tile_kv,
+        keys_per_load=max(tile.tile_kv, v.vote_kv or 0),  # the CPU decides on what no kernel can
         keys_per_vote=v.vote_kv or DEFAULT_VOTE_KV,
         order=v.order or ORDERS[0],
         causal=v.causal,

@@ -14,7 +14,7 @@ from flashskip.variant import Variant
 Map = np.ndarray[Any, np.dtype[np.uint8]]
 
 CHUNK = 64  # 16-bit elements in the 128 bytes that a swizzle spans
-PAGE_TILE = 64  # keys of a decode tile: the most rows one box takes from a page
+DECODE_TILE = 64  # keys of a decode tile
 
 # A ragged map reaches row r of a request of n rows at token `start` through coordinates
 # (row = 2**30 - n + r, y = start + n, x = 2**30): the row's own limit 2**30 then ends the request,
@@ -43,37 +43,45 @@ def ragged_map(t: torch.Tensor, dtype: str, box_rows: int) -> Map:
     )
 
 
-def paged_map(t: torch.Tensor, dtype: str) -> Map:
-    """Map of a cache view ``[pages, page_size, heads, dim]`` by (column, token, head, page)."""
+def paged_map(t: torch.Tensor, dtype: str, tile_kv: int = DECODE_TILE) -> Map:
+    """Map of a cache view ``[pages, page_size, heads, dim]`` by (column, token, head, page).
+
+    A box is what a tile of `tile_kv` keys takes from one page.
+    """
     pages, page_size, heads, dim = t.shape
     row_bytes = 64 if dim * t.element_size() <= 64 else 128  # csrc/kv_tile.cuh
-    page, token, head, _ = (s * t.element_size() for s in t.stride())
+    row = dim * t.element_size()  # the stride of a dimension of one element is arbitrary
+    page, token, head = (
+        s * t.element_size() if n > 1 else row
+        for n, s in zip(t.shape[:3], t.stride()[:3], strict=True)
+    )
     return tensor_map(
         t.data_ptr(),
         dtype,
         (dim, page_size, heads, pages),
         (token, head, page),
-        (row_bytes // t.element_size(), min(page_size, PAGE_TILE), 1, 1),
+        (row_bytes // t.element_size(), min(page_size, tile_kv), 1, 1),
         row_bytes,
     )
 
 
-def tma_pages(page_size: int) -> bool:
-    """Whether tiles of 64 keys are whole boxes of pages, aligned to the swizzle's 8 rows."""
-    return page_size % PAGE_TILE == 0 or page_size in (8, 16, 32)
+def tma_pages(page_size: int, tile_kv: int = DECODE_TILE) -> bool:
+    """Whether tiles are whole boxes of pages, aligned to the swizzle's 8 rows."""
+    return page_size % tile_kv == 0 or (page_size % 8 == 0 and tile_kv % page_size == 0)
 
 
 def prefill_maps(
     v: Variant, q: torch.Tensor, k: torch.Tensor, value: torch.Tensor
 ) -> dict[str, Map]:
-    """Return the maps in a prefill's launch record."""
+    """Return the maps in a prefill's launch record; of a cache, K and V are NHD views."""
     tile = tile_for(v)
     assert isinstance(tile, PrefillTile)
-    return {
-        "q_map": ragged_map(q, v.q_dtype, tile.unit_rows),
-        "k_map": ragged_map(k, v.kv_dtype, tile.tile_kv),
-        "v_map": ragged_map(value, v.kv_dtype, tile.tile_kv),
-    }
+    maps = {"q_map": ragged_map(q, v.q_dtype, tile.unit_rows)}
+    if v.kv_path != "paged_gather":
+        kv_map = ragged_map if v.kv_path == "ragged" else paged_map
+        maps["k_map"] = kv_map(k, v.kv_dtype, tile.tile_kv)
+        maps["v_map"] = kv_map(value, v.kv_dtype, tile.tile_kv)
+    return maps
 
 
 def decode_maps(v: Variant, k: torch.Tensor, value: torch.Tensor) -> dict[str, Map]:

@@ -9,6 +9,7 @@ from flashskip.variant import Variant
 WARPGROUP = 128  # threads
 UNIT_ROWS = 64  # query rows of a prefill warpgroup: they vote together
 MAX_SHARED_BYTES = 232_448  # dynamic shared memory of one CTA on sm_90
+CHUNK = 64  # columns of a swizzled row in shared memory
 
 
 @dataclass(frozen=True)
@@ -88,11 +89,12 @@ class PrefillTile:
 
     def shared_bytes(self, v: Variant) -> int:
         """Return the dynamic shared memory of a CTA; the template asserts the same number."""
-        q = self.tile_q * v.head_dim_qk * 2
-        kv = self.tile_kv * 2 * (self.k_stages * v.head_dim_qk + self.v_stages * v.head_dim_vo)
+        qk, vo = _round_up(v.head_dim_qk, CHUNK), _round_up(v.head_dim_vo, CHUNK)
+        q = self.tile_q * qk * 2
+        kv = self.tile_kv * 2 * (self.k_stages * qk + self.v_stages * vo)
         work_slots = 2 * 32
         ballots = 16 * self.consumer_warpgroups
-        barriers = 2 * (2 + self.consumer_warpgroups + self.k_stages + self.v_stages)
+        barriers = 1 + 2 * (2 + self.consumer_warpgroups + self.k_stages + self.v_stages)
         return q + kv + work_slots + ballots + 8 * barriers
 
 
@@ -171,18 +173,46 @@ def _decode_tile(v: Variant) -> DecodeTile:
     return tile
 
 
+# Three warpgroups of 64 rows share each K and V tile: fewest bytes and instructions per FLOP. The
+# registers of a CTA limit them to 160 each, enough for an output of 128 columns and 128 scores.
+_THREE = PrefillTile(
+    3, 128, k_stages=2, v_stages=2, producer_warps=4, producer_registers=32, consumer_registers=160
+)
+_PREFILL_TILES = {
+    (64, 64): _THREE,
+    (96, 96): _THREE,  # stored as 128 columns: the upper half of the second chunk is never read
+    (128, 128): _THREE,
+    # Q of 192 rows and 192 columns leaves no room for two stages of K and V.
+    (192, 128): PrefillTile(
+        2,
+        128,
+        k_stages=2,
+        v_stages=2,
+        producer_warps=4,
+        producer_registers=40,
+        consumer_registers=232,
+    ),
+    # An output of 256 columns takes 128 registers; two stages of 64 keys fill shared memory.
+    (256, 256): PrefillTile(
+        2,
+        64,
+        k_stages=2,
+        v_stages=2,
+        producer_warps=4,
+        producer_registers=40,
+        consumer_registers=232,
+        pv_head_keys=32,
+    ),
+}
+
+
+def prefill_tile(head_dim_qk: int, head_dim_vo: int) -> PrefillTile:
+    """Return the tile of a prefill; of other head dims that of 128, for the CPU's decisions."""
+    return _PREFILL_TILES.get((head_dim_qk, head_dim_vo), _THREE)
+
+
 def tile_for(v: Variant) -> PrefillTile | DecodeTile:
     """Return the tile of `v`."""
     if v.op == "prefill":
-        # Three warpgroups of 64 rows share each K and V tile: fewest bytes and instructions per
-        # FLOP.
-        return PrefillTile(
-            3,
-            128,
-            k_stages=2,
-            v_stages=2,
-            producer_warps=4,
-            producer_registers=32,
-            consumer_registers=160,
-        )
+        return prefill_tile(v.head_dim_qk, v.head_dim_vo)
     return _decode_tile(v)

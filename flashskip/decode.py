@@ -12,23 +12,28 @@ from flashskip._buffers import Needs
 from flashskip._checks import (
     check_count,
     check_heads,
-    check_indptr,
     check_indptr_contents,
     check_pages_contents,
     check_reach,
     check_tensor,
-    check_vector,
     check_workspace,
 )
 from flashskip._options import PlanOptions, refusal, takes_plan_options
+from flashskip._paged import (
+    PagedKV,
+    cache_record,
+    cache_tensors,
+    check_cache,
+    check_page_table,
+    kv_lengths,
+    split_cache,
+)
 from flashskip._plan import NEW, SAME, Plan, dtype_name, target_device, warn_of_overflow
 from flashskip._scales import given_scales
 from flashskip._wrapper import BatchWrapper
 from flashskip.errors import UnsupportedVariant
 from flashskip.geometry import Geometry
 from flashskip.variant import Variant
-
-PagedKV = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 class BatchDecodeWrapper(BatchWrapper):
@@ -122,14 +127,7 @@ class BatchDecodeWrapper(BatchWrapper):
                 "1 to 8",
                 "Use prefill",
             )
-        batch_size = check_indptr("indptr", indptr)
-        check_vector("indices", indices, None, device=indptr.device)
-        check_vector("last_page_len", last_page_len, batch_size, device=indptr.device)
-        reach = {}
-        if indptr.device.type == "cpu":
-            check_pages_contents(indptr, indices, last_page_len, page_size)
-            used = indices[: int(indptr[-1])]
-            reach["indices"] = 1 + int(used.max()) if used.numel() else 0
+        reach = check_page_table(indptr, indices, last_page_len, page_size)
         device = target_device(self._workspace, tensors)
         self._page_size, self._q_len_per_req = page_size, q_len_per_req
         plan = Plan(
@@ -138,7 +136,7 @@ class BatchDecodeWrapper(BatchWrapper):
             variant=self._variant(checked, head_dim, group_size),
             geometry=Geometry.decode(group_size, window_left=checked.window_left),
             device=device,
-            batch_size=batch_size,
+            batch_size=indptr.shape[0] - 1,
             num_qo_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,
             indices=tensors,
@@ -147,9 +145,8 @@ class BatchDecodeWrapper(BatchWrapper):
             reach=reach,
         )
         self._adopt(plan, stats_heads=num_kv_heads)
-        if indptr.device.type == "cpu" and checked.threshold_is_factor:
-            full = (indptr.diff() - 1).clamp(min=0) * page_size
-            warn_of_overflow(checked, (full + last_page_len).where(indptr.diff() > 0, 0))
+        if indptr.device.type == "cpu":
+            warn_of_overflow(checked, kv_lengths(indptr, last_page_len, page_size))
 
     def run(
         self,
@@ -199,18 +196,7 @@ class BatchDecodeWrapper(BatchWrapper):
             A tensor does not match the plan, or requires a gradient.
         """
         scales = given_scales(k_scale, v_scale, self._planned().options.kv_dtype)
-        cache = (paged_kv_cache,) if isinstance(paged_kv_cache, torch.Tensor) else paged_kv_cache
-        if not isinstance(cache, (tuple, list)):
-            raise TypeError(
-                f"paged_kv_cache is {type(cache).__name__}; expected one 5-D tensor or a pair "
-                "(k, v). Pass one of these."
-            )
-        if not 1 <= len(cache) <= 2:
-            raise refusal(
-                f"paged_kv_cache has {len(cache)} tensors",
-                "one 5-D tensor or a pair (k, v)",
-                "Pass one of these",
-            )
+        cache = cache_tensors(paged_kv_cache)
         return self._run([q, *cache], out, lse, return_lse, lse_base, scales)
 
     def _variant(self, options: PlanOptions, head_dim: int, group_size: int) -> Variant:
@@ -259,23 +245,14 @@ class BatchDecodeWrapper(BatchWrapper):
         super()._set_indices(indices)
 
     def _cache_views(
-        self, inputs: Sequence[torch.Tensor], device: torch.device
+        self, cache: Sequence[torch.Tensor], device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of the cache as ``[pages, page_size, num_kv_heads, head_dim]`` views, checked."""
-        plan = self._planned()
-        middle = (plan.page_size, plan.num_kv_heads)
-        if self._kv_layout == "HND":
-            middle = middle[::-1]
-        dims = (*middle, plan.variant.head_dim_qk)
-        dtype = plan.options.kv_dtype
-        if len(inputs) == 1:
-            check_tensor("paged_kv_cache", inputs[0], (None, 2, *dims), dtype, device)
-            k, v = inputs[0][:, 0], inputs[0][:, 1]
-        else:
-            k, v = inputs
-            check_tensor("paged_kv_cache[0]", k, (None, *dims), dtype, device)
-            check_tensor("paged_kv_cache[1]", v, (k.shape[0], *dims), dtype, device)
-        return (k, v) if self._kv_layout == "NHD" else (k.transpose(1, 2), v.transpose(1, 2))
+        plan, v = self._planned(), self._planned().variant
+        dims = (v.head_dim_qk, v.head_dim_vo)
+        sizes = (plan.page_size, plan.num_kv_heads, dims)
+        check_cache(cache, self._kv_layout, *sizes, plan.options.kv_dtype, device)
+        return split_cache(cache, self._kv_layout)
 
     def _check_q(self, q: torch.Tensor, device: torch.device) -> None:
         plan = self._planned()
@@ -300,12 +277,7 @@ class BatchDecodeWrapper(BatchWrapper):
         if k.shape[0] == 0:  # legal: there is nothing to read, but maps and pointers need a page
             page = {"empty_page": ((1, *k.shape[1:]), k.dtype)}
             k = v = self._buffers.reserve(page, plan.device)["empty_page"]
-        for name, t in (("k", k), ("v", v)):
-            strides = zip(("page", "token", "head"), t.stride(), strict=False)
-            self._set(
-                **{f"{name}_cache": t.data_ptr()},
-                **{f"{name}_stride_{dim}": stride for dim, stride in strides},
-            )
+        self._set(**cache_record(k, v))
         if plan.variant.kv_path == "paged_tma":
             self._set(**_maps.decode_maps(plan.variant, k, v))
 

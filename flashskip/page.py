@@ -6,6 +6,7 @@ import torch
 
 from flashskip._checks import check_indptr, check_pages_contents, check_vector
 from flashskip._options import check_choice, refusal
+from flashskip._paged import cache_tensors, split_cache
 
 
 def append_paged_kv_cache(
@@ -56,12 +57,7 @@ def append_paged_kv_cache(
         )
     if batch_size == 0:
         return
-    if isinstance(paged_kv_cache, torch.Tensor):
-        caches = (paged_kv_cache[:, 0], paged_kv_cache[:, 1])
-    else:
-        caches = paged_kv_cache
-    if kv_layout == "HND":
-        caches = (caches[0].transpose(1, 2), caches[1].transpose(1, 2))
+    caches = split_cache(cache_tensors(paged_kv_cache), kv_layout)
     for cache, new in zip(caches, (k, v), strict=True):
         if cache.dtype != new.dtype or cache.shape[2:] != new.shape[1:]:
             raise refusal(

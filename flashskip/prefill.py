@@ -1,31 +1,41 @@
-"""Prefill attention over ragged batches."""
+"""Prefill attention over ragged batches and paged caches."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from flashskip import _cpu, _kernels, _maps
+from flashskip import _cpu, _kernels, _maps, reference
 from flashskip._buffers import Needs
 from flashskip._checks import (
     check_count,
     check_heads,
     check_indptr,
     check_indptr_contents,
+    check_pages_contents,
     check_reach,
     check_tensor,
 )
-from flashskip._options import PlanOptions, takes_plan_options
+from flashskip._options import PlanOptions, refusal, takes_plan_options
+from flashskip._paged import (
+    PagedKV,
+    cache_record,
+    cache_tensors,
+    check_cache,
+    check_page_table,
+    kv_lengths,
+    split_cache,
+)
 from flashskip._plan import NEW, Plan, dtype_name, target_device, warn_of_overflow
+from flashskip._tiles import prefill_tile
 from flashskip._wrapper import BatchWrapper
-from flashskip.errors import UnsupportedVariant
 from flashskip.variant import Variant
 
 
 class BatchPrefillWrapper(BatchWrapper):
-    """Attention of many queries on ragged keys, skipping tiles of negligible softmax weight.
+    """Attention of many queries on ragged or paged keys, skipping tiles of negligible weight.
 
     Plan once per batch shape, then run once per layer and step. Work is divided on the GPU from the
     index tensors, so lengths written into them in place are honoured by the next run or graph
@@ -36,7 +46,8 @@ class BatchPrefillWrapper(BatchWrapper):
     float_workspace_buffer : torch.Tensor, optional
         Scratch memory; allocated when needed if None. Its device is where the plan will run.
     kv_layout : {"NHD", "HND"}
-        Layout of a paged cache; ragged K and V are always ``[tokens, heads, dim]``.
+        Layout of a paged cache: ``[pages, (2,) page_size, num_kv_heads, head_dim]``, or with the
+        middle two swapped. Ragged K and V are always ``[tokens, heads, dim]``: "NHD".
 
     Examples
     --------
@@ -50,7 +61,10 @@ class BatchPrefillWrapper(BatchWrapper):
     torch.Size([300, 8, 64])
     """
 
-    _input_names = ("q", "k", "v")
+    @property
+    def _input_names(self) -> tuple[str, ...]:  # type: ignore[override]
+        paged = ("q", "paged_kv_cache", "paged_kv_cache[1]")
+        return paged if self._planned().page_size else ("q", "k", "v")
 
     @takes_plan_options
     def plan(
@@ -91,50 +105,123 @@ class BatchPrefillWrapper(BatchWrapper):
         arguments = (*shape, *options, *options.values())
         if self._replan(arguments, indices):
             return
+        if self._kv_layout != "NHD":
+            raise refusal(
+                f"kv_layout is {self._kv_layout!r} in a plan of ragged K and V, where it has no "
+                "effect",
+                "'NHD': ragged K and V are [tokens, heads, dim]",
+                "Make the wrapper with kv_layout='NHD', or use plan_paged()",
+            )
+        batch_size = check_indptr("qo_indptr", qo_indptr)
+        check_indptr("kv_indptr", kv_indptr, batch_size)
+        reach = {n: int(t[-1]) for n, t in indices.items() if t.device.type == "cpu"}
         checked = PlanOptions(**options)
+        self._prepare(arguments, checked, indices, reach, shape)
+        if kv_indptr.device.type == "cpu":
+            warn_of_overflow(checked, kv_indptr.diff())
+
+    @takes_plan_options
+    def plan_paged(
+        self,
+        qo_indptr: torch.Tensor,
+        paged_kv_indptr: torch.Tensor,
+        paged_kv_indices: torch.Tensor,
+        paged_kv_last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        *,
+        head_dim_vo: int | None = None,
+        **options: Any,
+    ) -> None:
+        """Prepare runs on a paged cache: check, choose and load the kernel.
+
+        Never reads a GPU tensor and never waits for the GPU.
+
+        Parameters
+        ----------
+        qo_indptr : torch.Tensor
+            int32 ``[batch_size + 1]``: where each request's queries start.
+        paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len : torch.Tensor
+            The page table: int32 ``[batch_size + 1]``, ``[num_indices]``, ``[batch_size]``, with
+            the keys of the queries themselves. CUDA tensors are used in place; CPU tensors are
+            copied once for a plan that runs on a GPU. The ids may be more than
+            ``paged_kv_indptr[-1]``: room to grow.
+        num_qo_heads, num_kv_heads : int
+            Query heads, any multiple of the KV heads.
+        head_dim_qk : int
+            Channels of q and k.
+        page_size : int
+            Tokens of a page, at least 1.
+        head_dim_vo : int, optional
+            Channels of v and the output; default: those of q and k.
+        **options
+            See `flashskip.PlanOptions`.
+
+        Raises
+        ------
+        ValueError, TypeError
+            An argument is wrong, or has no effect in this combination.
+        UnsupportedVariant
+            No kernel has this combination; the message lists alternatives.
+        """
+        table = (paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
+        indices = {"qo_indptr": qo_indptr}
+        indices |= dict(zip(("indptr", "indices", "last_page_len"), table, strict=True))
+        shape = (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size)
+        arguments = (*shape, *options, *options.values())
+        if self._replan(arguments, indices):
+            return
+        check_count("page_size", page_size)
+        batch_size = check_indptr("qo_indptr", qo_indptr)
+        reach = check_page_table(*table, page_size, batch_size, "paged_kv_")
+        if qo_indptr.device.type == "cpu":
+            reach["qo_indptr"] = int(qo_indptr[-1])
+        checked = PlanOptions(**options)
+        self._prepare(arguments, checked, indices, reach, shape)
+        if paged_kv_indptr.device.type == "cpu":
+            kv_len = kv_lengths(paged_kv_indptr, paged_kv_last_page_len, page_size)
+            warn_of_overflow(checked, kv_len)
+
+    def _prepare(
+        self,
+        arguments: Sequence[object],
+        options: PlanOptions,
+        indices: dict[str, torch.Tensor],
+        reach: dict[str, int],
+        shape: Sequence[Any],
+    ) -> None:
+        """Adopt a plan of checked index tensors; `shape`: heads, head dims[, page size]."""
+        num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size = (*shape, 0)[:5]
         check_heads(num_qo_heads, num_kv_heads)
         check_count("head_dim_qk", head_dim_qk)
         head_dim_vo = head_dim_qk if head_dim_vo is None else head_dim_vo
         check_count("head_dim_vo", head_dim_vo)
-        batch_size = check_indptr("qo_indptr", qo_indptr)
-        check_indptr("kv_indptr", kv_indptr, batch_size)
         device = target_device(self._workspace, indices)
-        variant = self._variant(checked, head_dim_qk, head_dim_vo)
+        variant = self._variant(options, head_dim_qk, head_dim_vo, page_size)
         plan = Plan(
             arguments=arguments,
-            options=checked,
+            options=options,
             variant=variant,
-            geometry=_kernels.geometry_for(variant, window_left=checked.window_left),
+            geometry=_kernels.geometry_for(variant, window_left=options.window_left),
             device=device,
-            batch_size=batch_size,
+            batch_size=indices["qo_indptr"].shape[0] - 1,
             num_qo_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,
             indices=indices,
-            reach={n: int(t[-1]) for n, t in indices.items() if t.device.type == "cpu"},
+            page_size=page_size,
+            reach=reach,
         )
         self._adopt(plan, stats_heads=num_qo_heads)
-        if kv_indptr.device.type == "cpu" and checked.threshold_is_factor:
-            warn_of_overflow(checked, kv_indptr.diff())
-
-    def plan_paged(self, *args: object, **options: object) -> None:
-        """Prepare runs on a paged cache: not available yet.
-
-        Raises
-        ------
-        UnsupportedVariant
-            Always.
-        """
-        raise UnsupportedVariant(
-            "plan_paged asks for paged KV in prefill, which no kernel has yet; supported: plan() "
-            "with ragged K and V. Gather the pages first (flashskip.reference.gather_pages)."
-        )
 
     def run(
         self,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        k: PagedKV | None = None,
+        v: torch.Tensor | None = None,
         *,
+        paged_kv_cache: PagedKV | None = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
@@ -147,7 +234,12 @@ class BatchPrefillWrapper(BatchWrapper):
         q : torch.Tensor
             ``[nnz_qo, num_qo_heads, head_dim_qk]``. Rows past ``qo_indptr[-1]`` are not read.
         k, v : torch.Tensor
-            ``[nnz_kv, num_kv_heads, head_dim_qk]`` and ``[nnz_kv, num_kv_heads, head_dim_vo]``.
+            After `plan`: ``[nnz_kv, num_kv_heads, head_dim_qk]`` and
+            ``[nnz_kv, num_kv_heads, head_dim_vo]``.
+        paged_kv_cache : torch.Tensor or tuple of torch.Tensor
+            After `plan_paged`, and in the place of k: one 5-D tensor ``[pages, 2, ...]`` or a pair
+            (k, v) of 4-D tensors ``[pages, ...]`` in the wrapper's layout. Pages may lie at any
+            stride that is a multiple of 16 bytes.
         out : torch.Tensor, optional
             ``[nnz_qo, num_qo_heads, head_dim_vo]``; rows past ``qo_indptr[-1]`` are not written.
         lse : torch.Tensor, optional
@@ -170,10 +262,15 @@ class BatchPrefillWrapper(BatchWrapper):
         ValueError, TypeError
             A tensor does not match the plan, or requires a gradient.
         """
-        return self._run([q, k, v], out, lse, return_lse, lse_base)
+        kv = _kv_inputs(k, v, paged_kv_cache, paged=self._planned().page_size > 0)
+        return self._run([q, *kv], out, lse, return_lse, lse_base)
 
-    def _variant(self, options: PlanOptions, head_dim_qk: int, head_dim_vo: int) -> Variant:
+    def _variant(
+        self, options: PlanOptions, head_dim_qk: int, head_dim_vo: int, page_size: int = 0
+    ) -> Variant:
         skips = options.skips
+        tile_kv = prefill_tile(head_dim_qk, head_dim_vo).tile_kv
+        paged = "paged_tma" if _maps.tma_pages(page_size, tile_kv) else "paged_gather"
         return Variant(
             op="prefill",
             q_dtype=dtype_name(options.q_data_type),
@@ -181,7 +278,7 @@ class BatchPrefillWrapper(BatchWrapper):
             o_dtype=dtype_name(options.o_dtype),
             head_dim_qk=head_dim_qk,
             head_dim_vo=head_dim_vo,
-            kv_path="ragged",
+            kv_path=paged if page_size else "ragged",
             rows=None,
             causal=options.causal,
             window=options.window_left >= 0,
@@ -199,33 +296,89 @@ class BatchPrefillWrapper(BatchWrapper):
 
     def _fill(self, plan: Plan) -> None:
         super()._fill(plan)
-        self._set(work_counter=plan.buffers["work_counter"].data_ptr())
+        self._set(
+            work_counter=plan.buffers["work_counter"].data_ptr(),
+            page_size=plan.page_size,
+            page_reciprocal=(2**32 - 1) // max(plan.page_size, 1),
+        )
+
+    def _set_indices(self, indices: Mapping[str, torch.Tensor]) -> None:
+        if "indices" in indices:
+            self._set(num_indices=indices["indices"].shape[0])
+        super()._set_indices(indices)
 
     def _check_inputs(self, inputs: Sequence[torch.Tensor], device: torch.device) -> None:
         plan, v = self._planned(), self._planned().variant
-        q, k, values = inputs
-        options = plan.options
-        check_tensor("q", q, (None, plan.num_qo_heads, v.head_dim_qk), options.q_data_type, device)
-        check_tensor("k", k, (None, plan.num_kv_heads, v.head_dim_qk), options.kv_dtype, device)
-        check_tensor(
-            "v", values, (k.shape[0], plan.num_kv_heads, v.head_dim_vo), options.kv_dtype, device
-        )
+        q, *kv = inputs
+        heads, dtype = plan.num_kv_heads, plan.options.kv_dtype
+        q_shape = (None, plan.num_qo_heads, v.head_dim_qk)
+        check_tensor("q", q, q_shape, plan.options.q_data_type, device)
         check_reach("q", q, "qo_indptr", plan.reach)
-        check_reach("k", k, "kv_indptr", plan.reach)
+        if plan.page_size:
+            dims = (v.head_dim_qk, v.head_dim_vo)
+            check_cache(kv, self._kv_layout, plan.page_size, heads, dims, dtype, device)
+            check_reach("paged_kv_cache", kv[0], "indices", plan.reach)
+            return
+        check_tensor("k", kv[0], (None, heads, v.head_dim_qk), dtype, device)
+        check_tensor("v", kv[1], (kv[0].shape[0], heads, v.head_dim_vo), dtype, device)
+        check_reach("k", kv[0], "kv_indptr", plan.reach)
 
     def _bind(self, inputs: Sequence[torch.Tensor], changes: Sequence[int]) -> None:
         plan = self._planned()
         if NEW in changes:
             self._check_inputs(inputs, plan.device)
-        q, k, v = inputs
+        q, *kv = inputs
+        k, v = self._bind_cache(kv) if plan.page_size else kv
         self._set(nnz_qo=q.shape[0], nnz_kv=k.shape[0], **_maps.prefill_maps(plan.variant, q, k, v))
+
+    def _bind_cache(self, cache: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write where a cache lies into the launch record and return what maps are made of."""
+        k, v = split_cache(cache, self._kv_layout)
+        self._set(num_pages=k.shape[0])
+        if k.shape[0] == 0:  # legal: there is nothing to read, but maps and pointers need a page
+            needs = {n: ((1, *t.shape[1:]), t.dtype) for n, t in (("no_k", k), ("no_v", v))}
+            pages = self._buffers.reserve(needs, self._planned().device)
+            k, v = pages["no_k"], pages["no_v"]
+        self._set(**cache_record(k, v))
+        return k, v
 
     def _as_ragged(
         self, inputs: Sequence[torch.Tensor], indices: Sequence[torch.Tensor]
     ) -> _cpu.Ragged:
-        for name, t in self._planned().indices.items():  # what was written into them since plan()
-            check_indptr_contents(name, t)
-            self._planned().reach[name] = int(t[-1])
-        self._check_inputs(inputs, inputs[0].device)
-        (q, k, v), (qo_indptr, kv_indptr) = inputs, indices
-        return q, k, v, qo_indptr, kv_indptr
+        plan = self._planned()
+        q, *kv = inputs
+        qo_indptr, kv_indptr, *pages = indices  # checked: they may have changed since plan()
+        check_indptr_contents("qo_indptr", qo_indptr)
+        plan.reach["qo_indptr"] = int(qo_indptr[-1])
+        check_indptr_contents("paged_kv_indptr" if plan.page_size else "kv_indptr", kv_indptr)
+        if not plan.page_size:
+            plan.reach["kv_indptr"] = int(kv_indptr[-1])
+            self._check_inputs(inputs, q.device)
+            return q, kv[0], kv[1], qo_indptr, kv_indptr
+        self._check_inputs(inputs, q.device)
+        cache = split_cache(kv, self._kv_layout)
+        check_pages_contents(kv_indptr, pages[0], pages[1], plan.page_size, cache[0].shape[0])
+        k, v, gathered_indptr = reference.gather_pages(cache, kv_indptr, pages[0], pages[1])
+        return q, k, v, qo_indptr, gathered_indptr
+
+
+def _kv_inputs(
+    k: PagedKV | None, v: torch.Tensor | None, paged_kv_cache: PagedKV | None, *, paged: bool
+) -> tuple[torch.Tensor, ...]:
+    """Return the tensors of K and V among the arguments of `run`, which depend on the plan."""
+    if paged:
+        given = [name for name, t in (("k", k), ("v", v)) if t is not None]
+        if v is not None or (k is not None) == (paged_kv_cache is not None):
+            raise TypeError(
+                f"run() after plan_paged() got {' and '.join(given) or 'no cache'}"
+                f"{' beside paged_kv_cache' if paged_kv_cache is not None else ''}; expected "
+                "run(q, paged_kv_cache). Pass one 5-D tensor or a pair (k, v)."
+            )
+        return cache_tensors(k if paged_kv_cache is None else paged_kv_cache)
+    if paged_kv_cache is not None or k is None or v is None:
+        found = "paged_kv_cache" if paged_kv_cache is not None else "no k and v"
+        raise TypeError(
+            f"run() after plan() got {found}; expected run(q, k, v). Pass both, or plan with "
+            "plan_paged()."
+        )
+    return k, v  # type: ignore[return-value]

@@ -19,9 +19,9 @@ DOMAINS: dict[str, dict[str, tuple[object, ...]]] = {
         "q_dtype": ("bf16", "fp16"),
         "kv_dtype": ("bf16", "fp16"),
         "o_dtype": ("bf16", "fp16"),
-        "head_dim_qk": (64, 128),
-        "head_dim_vo": (64, 128),
-        "kv_path": ("ragged",),
+        "head_dim_qk": (64, 96, 128, 192, 256),
+        "head_dim_vo": (64, 96, 128, 256),
+        "kv_path": ("ragged", "paged_tma", "paged_gather"),
         "rows": (None,),
         "causal": (False, True),
         "window": (False, True),
@@ -143,14 +143,22 @@ def _most_rows(kv_dtype: str, head_dim_vo: int) -> int:
     return 16 if kv_dtype == "e4m3" else 48
 
 
+# Channels of V that go with those of K.
+_HEAD_DIM_VO = {64: 64, 96: 96, 128: 128, 192: 128, 256: 256}
+
 # What fields must satisfy together: the one at fault if they do not, and the condition, whose
 # parameters are the fields that it looks at.
 _RULES: tuple[tuple[str, Callable[..., bool]], ...] = (
     ("kv_dtype", lambda q_dtype, kv_dtype: kv_dtype in (q_dtype, "e4m3")),
-    ("head_dim_vo", lambda head_dim_qk, head_dim_vo: head_dim_vo == head_dim_qk),
+    ("head_dim_vo", lambda head_dim_qk, head_dim_vo: head_dim_vo == _HEAD_DIM_VO[head_dim_qk]),
     ("rows", lambda kv_dtype, head_dim_vo, rows: (rows or 0) <= _most_rows(kv_dtype, head_dim_vo)),
     ("order", lambda op, skip, order: (order is not None) == (op == "prefill" and skip != "dense")),
     ("vote_kv", lambda skip, vote_kv: (vote_kv is not None) == (skip != "dense")),
+    # Its load tiles hold 64 keys.
+    (
+        "vote_kv",
+        lambda op, head_dim_qk, vote_kv: (op, head_dim_qk, vote_kv) != ("prefill", 256, 128),
+    ),
     ("stats", lambda skip, stats: skip != "dense" or not stats),
     ("bound", lambda skip, bound: skip != "dense" or not bound),
 )

@@ -8,13 +8,13 @@ seed. It runs on any device: on the CPU the wrappers run the reference in float3
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
 from helpers import make_ragged, poison, poisoned
-from paged import Paged, make_paged
+from paged import Paged, make_paged, to_pages
 from torch import Tensor
 
 import flashskip
@@ -25,7 +25,7 @@ EDGES = (0, 1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 385)
 THRESHOLDS = (0.0, 1e-30, 1e-3, 0.02, 0.1, 0.5, 0.9, 1.0)
 
 
-NUMBERS = range(40)  # of the kernels, for tests that are parametrised without working them out
+NUMBERS = range(64)  # of the kernels, for tests that are parametrised without working them out
 
 
 @cache
@@ -103,30 +103,51 @@ def workspace(device: str) -> Tensor | None:
 
 
 def draw_prefill(v: Variant, rng: random.Random, device: str, longest: int) -> Example:
-    """A ragged batch; rows past the last request are NaN."""
+    """A ragged or paged batch; rows past the last request are NaN, and so are free slots."""
     kv_heads, group = rng.randint(1, 3), rng.choice([1, 1, 2, 3, 4, 5, 7])
     kv_lens = [draw_length(rng, longest) for _ in range(rng.randint(0, 6))]
     qo_lens = [n if rng.random() < 0.3 else draw_length(rng, longest // 2) for n in kv_lens]
     surplus = [rng.choice([0, 0, 1, 70]) for _ in range(2)]
     batch = make_ragged(
         [*qo_lens, surplus[0]], [*kv_lens, surplus[1]], kv_heads * group, kv_heads,
-        v.head_dim_qk, DTYPES[v.q_dtype], device=device, **draw_content(rng),
+        (v.head_dim_qk, v.head_dim_vo), DTYPES[v.q_dtype], device=device, **draw_content(rng),
     )  # fmt: skip
     *spans, (past_rows, past_keys) = batch.spans()
     for t, past in ((batch.q, past_rows), (batch.k, past_keys), (batch.v, past_keys)):
         poison(t[past])
     q, k, values = (spread(t, rng) for t in (batch.q, batch.k, batch.v))
     options = draw_options(v, rng, len(kv_lens), kv_heads * group, device)
-    wrapper = flashskip.BatchPrefillWrapper(workspace(device))
-    index = (batch.qo_indptr[:-1].clone(), batch.kv_indptr[:-1].clone())
-    wrapper.plan(*index, kv_heads * group, kv_heads, v.head_dim_qk, **options)
+    qo, kv = batch.qo_indptr[:-1].clone(), batch.kv_indptr[:-1].clone()
+    heads = (kv_heads * group, kv_heads)
+    shown = f"{qo_lens=} {kv_lens=} {surplus=} {kv_heads=} {group=} {_show(options)}"
+    if v.kv_path == "ragged":
+        wrapper = flashskip.BatchPrefillWrapper(workspace(device))
+        wrapper.plan(qo, kv, *heads, v.head_dim_qk, v.head_dim_vo, **options)
+        inputs: tuple[Any, ...] = (q, k, values)
+        alone = [[(q, rows), (k, keys), (values, keys)] for rows, keys in spans]
+    else:
+        page_size, layout, form = draw_pages(v, rng)
+        pages = to_pages(replace(batch, q=q, qo_indptr=qo, kv_indptr=kv), page_size, layout, form)
+        wrapper = flashskip.BatchPrefillWrapper(workspace(device), layout)
+        shape = (*heads, v.head_dim_qk, page_size)
+        wrapper.plan_paged(qo, *pages.table, *shape, head_dim_vo=v.head_dim_vo, **options)
+        inputs = (q, pages.cache)
+        own = zip(spans, pages.places, strict=True)
+        alone = [[(q, rows), (pages.k, at), (pages.v, at)] for (rows, _), at in own]
+        shown += f" {page_size=} {layout} {form}"
     assert wrapper.variant == v
     return Example(
-        wrapper, (q, k, values), q, k, values, index[0].tolist(), index[1].tolist(), options,
-        [[(q, rows), (k, keys), (values, keys)] for rows, keys in spans],
-        rng.choice(["log2", "e"]),
-        f"{qo_lens=} {kv_lens=} {surplus=} {kv_heads=} {group=} {_show(options)}",
+        wrapper, inputs, q, k, values, qo.tolist(), kv.tolist(), options, alone,
+        rng.choice(["log2", "e"]), shown,
     )  # fmt: skip
+
+
+def draw_pages(v: Variant, rng: random.Random) -> tuple[int, str, str]:
+    """Draw a page size that the kernel is for, a layout and a form of the cache."""
+    whole = [16, 64, 8, 32, 256] if v.op == "decode" else [16, 64, 8, 32, 128, 256]
+    sizes = whole if v.kv_path == "paged_tma" else [1, 2, 3, 5, 7, 48, 100]
+    form = "pair" if v.head_dim_qk != v.head_dim_vo else rng.choice(["tensor", "pair", "strided"])
+    return rng.choice(sizes), rng.choice(["NHD", "HND"]), form
 
 
 def draw_rows(v: Variant, rng: random.Random) -> tuple[int, int]:
@@ -139,9 +160,7 @@ def draw_rows(v: Variant, rng: random.Random) -> tuple[int, int]:
 def draw_decode(v: Variant, rng: random.Random, device: str, longest: int) -> Example:
     """A paged batch: pages shuffled, some shared or repeated, unused ones and free slots NaN."""
     (group, q_len), kv_heads = draw_rows(v, rng), rng.randint(1, 2)
-    sizes = [16, 64, 8, 32, 256] if v.kv_path == "paged_tma" else [1, 2, 3, 5, 7, 48, 100]
-    page_size, layout = rng.choice(sizes), rng.choice(["NHD", "HND"])
-    form = rng.choice(["tensor", "pair", "strided"])
+    page_size, layout, form = draw_pages(v, rng)
     kv_lens = [draw_length(rng, longest) for _ in range(rng.randint(0, 6))]
     if kv_lens and rng.random() < 0.3:
         kv_lens[0] = 4 * longest  # cut by work boundaries

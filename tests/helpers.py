@@ -13,13 +13,21 @@ from flashskip.reference import SkipMap
 
 @dataclass(frozen=True)
 class Ragged:
-    """A ragged batch: ``q [nnz_qo, num_qo_heads, dim]``, ``k, v [nnz_kv, num_kv_heads, dim]``."""
+    """A ragged batch: ``q [nnz_qo, num_qo_heads, dim]``, ``k, v [nnz_kv, num_kv_heads, dim]``.
+
+    V may have another dim, which is the output's.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
     qo_indptr: Tensor
     kv_indptr: Tensor
+
+    @property
+    def out_shape(self) -> tuple[int, int, int]:
+        """Of the output."""
+        return (*self.q.shape[:2], self.v.shape[2])
 
     def spans(self) -> list[tuple[slice, slice]]:
         """Query and key rows of each request."""
@@ -33,12 +41,20 @@ def indptr(lengths: Sequence[int], device: str | torch.device) -> Tensor:
     return starts.to(device=device, dtype=torch.int32)
 
 
+HeadDim = int | tuple[int, int]
+
+
+def head_dims(head_dim: HeadDim) -> tuple[int, int]:
+    """Channels of q and k, and of v and the output; one number for both."""
+    return (head_dim, head_dim) if isinstance(head_dim, int) else head_dim
+
+
 def make_ragged(
     qo_lens: Sequence[int],
     kv_lens: Sequence[int],
     num_qo_heads: int,
     num_kv_heads: int,
-    head_dim: int,
+    head_dim: HeadDim,
     dtype: torch.dtype = torch.bfloat16,
     *,
     device: str | torch.device = "cuda",
@@ -47,6 +63,7 @@ def make_ragged(
     seed: int = 0,
 ) -> Ragged:
     """Normal q, k, v. With `hot`, that share of the 64-key tiles draws all queries by `gain`²."""
+    head_dim, head_dim_vo = head_dims(head_dim)
     g = torch.Generator(device=device).manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -54,6 +71,7 @@ def make_ragged(
 
     q = normal(sum(qo_lens), num_qo_heads, head_dim)
     k, v = normal(2, sum(kv_lens), num_kv_heads, head_dim).unbind()
+    v = v[..., :head_dim_vo].contiguous()
     if hot is not None:
         direction = torch.nn.functional.normalize(normal(head_dim), dim=0) * gain
         tiles = [torch.rand(-(-n // 64), generator=g, device=device) < hot for n in kv_lens]

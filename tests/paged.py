@@ -1,4 +1,4 @@
-"""Paged batches for the decode tests, NaN wherever no key lies, and how to run and judge them."""
+"""Paged batches, NaN wherever no key lies, and how to run and judge decode on them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from helpers import assert_within_budget, eager_attention, indptr, kept_keys, poisoned
+from helpers import (
+    Ragged,
+    assert_within_budget,
+    eager_attention,
+    indptr,
+    kept_keys,
+    poisoned,
+)
 from torch import Tensor
 
 import flashskip
@@ -106,7 +113,7 @@ def make_paged(
 
     num_pages = sum(-(-n // page_size) for n in kv_lens) + 3
     table = page_table(kv_lens, page_size, torch.randperm(num_pages, generator=g, device=device))
-    cache, k, v = _empty_cache(
+    cache, k, v = empty_cache(
         (num_pages, page_size, num_kv_heads, head_dim), kv_dtype or dtype, layout, form, device
     )
     q = normal(len(kv_lens) * q_len, num_qo_heads, head_dim)
@@ -125,12 +132,47 @@ def make_paged(
     return batch
 
 
-def _empty_cache(
+@dataclass(frozen=True)
+class Pages:
+    """The keys of a ragged batch in a cache that is NaN wherever no key lies; `k`, `v`: NHD views.
+
+    `places` are the pages and slots of each request's keys.
+    """
+
+    cache: Tensor | tuple[Tensor, Tensor]
+    k: Tensor
+    v: Tensor
+    layout: str
+    page_size: int
+    table: tuple[Tensor, Tensor, Tensor]
+    places: list[tuple[Tensor, Tensor]]
+
+
+def to_pages(batch: Ragged, page_size: int, layout: str = "NHD", form: str = "tensor") -> Pages:
+    """Scatter the keys of `batch` over pages in random order; ids that are not used are bad."""
+    lengths, device = batch.kv_indptr.diff().tolist(), batch.q.device
+    num_pages = sum(-(-n // page_size) for n in lengths) + 3
+    g = torch.Generator(device=device).manual_seed(1)
+    table = page_table(lengths, page_size, torch.randperm(num_pages, generator=g, device=device))
+    shape = (num_pages, page_size, *batch.k.shape[1:])
+    cache, k, v = empty_cache(shape, batch.k.dtype, layout, form, device, batch.v.shape[2])
+    places = []
+    for first, (_, rows) in zip(table[0].tolist(), batch.spans(), strict=False):
+        key = torch.arange(rows.stop - rows.start, device=device)
+        places.append((table[1][first + key // page_size].long(), key % page_size))
+        k[places[-1]], v[places[-1]] = batch.k[rows], batch.v[rows]
+    unused = torch.tensor([10**9, -7], dtype=torch.int32, device=device)
+    ids = torch.cat([table[1], unused])
+    return Pages(cache, k, v, layout, page_size, (table[0], ids, table[2]), places)
+
+
+def empty_cache(
     shape: tuple[int, int, int, int],
     dtype: torch.dtype,
     layout: str,
     form: str,
     device: str | torch.device,
+    head_dim_vo: int | None = None,
 ) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor, Tensor]:
     """A cache full of NaN in the given layout and form, and NHD views of its K and V."""
     pages, page_size, heads, dim = shape
@@ -142,9 +184,13 @@ def _empty_cache(
         k, v = cache[:, 0], cache[:, 1]
     else:
         gap = 1 if form == "strided" else 0
-        size = (pages + gap, inner[0] + gap, inner[1] + 2 * gap, dim + gap * 16 // dtype.itemsize)
-        both = [torch.full(size, nan, dtype=dtype, device=device) for _ in range(2)]
-        k, v = (t[gap:, gap:, gap : inner[1] + gap, :dim] for t in both)
+        dims = (dim, dim if head_dim_vo is None else head_dim_vo)
+        sizes = [
+            (pages + gap, inner[0] + gap, inner[1] + 2 * gap, d + gap * 16 // dtype.itemsize)
+            for d in dims
+        ]
+        both = [torch.full(size, nan, dtype=dtype, device=device) for size in sizes]
+        k, v = (t[gap:, gap:, gap : inner[1] + gap, :d] for t, d in zip(both, dims, strict=True))
         cache = (k, v)
     if layout == "HND":
         k, v = k.transpose(1, 2), v.transpose(1, 2)

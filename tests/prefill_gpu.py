@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from helpers import Ragged, assert_within_budget, eager_attention, kept_keys, poisoned
+from helpers import (
+    HeadDim,
+    Ragged,
+    assert_within_budget,
+    eager_attention,
+    head_dims,
+    kept_keys,
+    poisoned,
+)
 
 import flashskip
 from flashskip import reference
@@ -24,18 +32,25 @@ LONG = ((2000, 1, 300, 700), (2000, 500, 300, 900))
 ROUNDING_BAND = 1e-3
 
 
-def variant(head_dim: int = 128, dtype: torch.dtype = BF16, **options: Any) -> Variant:
-    """Return the kernel that a plan with these options launches."""
+# Channels of q and k, and of v and the output where they differ.
+HEAD_DIMS = (64, 96, 128, (192, 128), 256)
+
+
+def variant(
+    head_dim: HeadDim = 128, dtype: torch.dtype = BF16, page_size: int = 0, **options: Any
+) -> Variant:
+    """Return the kernel that a plan with these options launches; `page_size` 0: a ragged one."""
     wrapper = flashskip.BatchPrefillWrapper(torch.empty(0))
-    return wrapper._variant(PlanOptions(q_data_type=dtype, **options), head_dim, head_dim)
+    checked = PlanOptions(q_data_type=dtype, **options)
+    return wrapper._variant(checked, *head_dims(head_dim), page_size)
 
 
 def plan(batch: Ragged, **options: Any) -> flashskip.BatchPrefillWrapper:
     """Plan for `batch` on the test's device."""
     wrapper = flashskip.BatchPrefillWrapper(torch.empty(0, device=DEVICE))
-    (_, heads, head_dim), num_kv_heads = batch.q.shape, batch.k.shape[1]
+    shape = (batch.q.shape[1], batch.k.shape[1], batch.q.shape[2], batch.v.shape[2])
     options = {"q_data_type": batch.q.dtype, **options}
-    wrapper.plan(batch.qo_indptr, batch.kv_indptr, heads, num_kv_heads, head_dim, **options)
+    wrapper.plan(batch.qo_indptr, batch.kv_indptr, *shape, **options)
     return wrapper
 
 
@@ -43,7 +58,7 @@ def run(
     wrapper: flashskip.BatchPrefillWrapper, batch: Ragged, lse_base: str = "log2"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run into poisoned outputs."""
-    out = poisoned(batch.q.shape, batch.q.dtype, DEVICE)
+    out = poisoned(batch.out_shape, batch.q.dtype, DEVICE)
     lse = poisoned(batch.q.shape[:2], torch.float32, DEVICE)
     wrapper.run(batch.q, batch.k, batch.v, out=out, lse=lse, lse_base=lse_base)
     return out, lse

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Ragged, indptr, make_ragged, poison, poisoned
+from helpers import HeadDim, Ragged, indptr, make_ragged, poison, poisoned
 from prefill_gpu import (
     BF16,
     DEVICE,
     FP16,
+    HEAD_DIMS,
     LONG,
     MIX,
     assert_counts,
@@ -33,8 +34,8 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.variants(lambda head_dim, dtype, causal: [variant(head_dim, dtype, causal=causal)])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_dense_ragged_mix(head_dim: int, dtype: torch.dtype, causal: bool) -> None:
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_dense_ragged_mix(head_dim: HeadDim, dtype: torch.dtype, causal: bool) -> None:
     check(make_ragged(*MIX, 3, 1, head_dim, dtype, device=DEVICE), causal=causal)
 
 

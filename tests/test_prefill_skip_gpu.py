@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import make_ragged
+from helpers import HeadDim, make_ragged
 from prefill_gpu import (
     BF16,
     DEVICE,
     FP16,
+    HEAD_DIMS,
     LONG,
     MIX,
     ROUNDING_BAND,
@@ -55,9 +56,9 @@ def test_skipping_matches_the_oracle(order: str, vote_kv: int, causal: bool) -> 
     ]
 )
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("threshold", [0.0, 0.02, 1.0])
-def test_thresholds(threshold: float, dtype: torch.dtype, head_dim: int) -> None:
+def test_thresholds(threshold: float, dtype: torch.dtype, head_dim: HeadDim) -> None:
     batch = make_ragged(*MIX, 3, 1, head_dim, dtype, hot=0.3, gain=8.0, device=DEVICE)
     check(batch, threshold, causal=True)
 
@@ -188,6 +189,20 @@ def test_window_in_each_order(order: str) -> None:
 def capped(**options: Any) -> list[Variant]:
     """Return the dense and the counting kernel with options."""
     return [variant(**options), variant(**options, skip_softmax_threshold=0.1, collect_stats=True)]
+
+
+@pytest.mark.variants(
+    lambda head_dim: capped(
+        head_dim=head_dim, causal=True, window_left=1, logits_soft_cap=1.0, sinks=torch.empty(0)
+    )
+)
+@pytest.mark.parametrize("threshold", [None, 0.02])
+@pytest.mark.parametrize("head_dim", [96, (192, 128), 256])
+def test_everything_at_other_head_dims(head_dim: HeadDim, threshold: float | None) -> None:
+    batch = make_ragged(*LONG, 4, 2, head_dim, device=DEVICE, hot=0.3, gain=6.0)
+    sinks = torch.tensor([-3.0, 2.0, 0.0, 5.0], device=DEVICE)
+    options = {"window_left": 700, "logits_soft_cap": 20.0, "sinks": sinks, "causal": True}
+    check(batch, threshold, **options)
 
 
 @pytest.mark.variants(capped(causal=True, logits_soft_cap=1.0))

@@ -199,8 +199,6 @@ def test_a_batch_of_no_requests_and_a_request_without_keys():
 
 
 def test_what_only_kernels_to_come_can_do_is_refused_by_name():
-    with pytest.raises(flashskip.UnsupportedVariant, match="plan_paged asks for paged KV"):
-        flashskip.BatchPrefillWrapper().plan_paged()
     wrapper = flashskip.BatchPrefillWrapper(torch.empty(0))
     for criterion in (
         {"skip_criterion": "measure"},

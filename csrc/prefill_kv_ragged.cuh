@@ -1,0 +1,33 @@
+// Where prefill finds K and V: ragged tensors, a load tile by one copy for each chunk of columns.
+#pragma once
+#include "prefill_schedule.cuh"
+#include "ragged_tma.cuh"
+
+constexpr int LOADER_WARPS = 1;
+constexpr int LOADER_ARRIVALS = 1;   // on the barrier of a loaded stage
+constexpr bool GATHERS = false;      // K and V are written by the copy engine
+constexpr bool TAIL_IS_ZERO = true;  // rows past the request's last key
+
+template <class Params, int TILE_KV>
+struct KvLoader {
+  int kv_head;  // of the work item
+
+  FS_DEVICE explicit KvLoader(const Params&) {}
+
+  FS_DEVICE static Span keys_of(const Params& p, int request) { return Span(p.kv_indptr, request, p.nnz_kv); }
+  FS_DEVICE static const TensorMap* k_of(const Params& p) { return &p.k_map; }
+  FS_DEVICE static const TensorMap* v_of(const Params& p) { return &p.v_map; }
+
+  FS_DEVICE void begin(const WorkItem&, int head, int) { kv_head = head; }
+
+  FS_DEVICE void advance(const WorkItem&, int) {}
+
+  template <int HEAD_DIM>
+  FS_DEVICE void load(const WorkItem& work, const TensorMap* map, const void* stage, uint64_t& loaded,
+                      int tile) const {
+    if (threadIdx.x % 32 != 0) return;
+    mbarrier_arrive_expect_tx(shared_address(&loaded), tile_bytes(TILE_KV, HEAD_DIM));
+    load_rows<HEAD_DIM>(stage, map, loaded, createpolicy_evict_last(), TILE_KV, tile * TILE_KV - work.kv_len, kv_head,
+                        work.first_kv + work.kv_len);
+  }
+};
