@@ -29,6 +29,8 @@ def attend_into(
         bound[:rows] = result.bound[:rows]
     if plan.options.collect_stats:
         plan.buffers["stats"] += result.counts
+    if result.skip_map:
+        plan.buffers["gaps"] += torch.stack([reference.histogram(m) for m in result.skip_map])
 
 
 def attend(
@@ -63,5 +65,5 @@ def attend(
         sinks=options.sinks,
         thresholds=thresholds,
         dtype=torch.float32,
-        skip_map=False,
+        skip_map=options.criterion == "measure",
     )

@@ -27,6 +27,7 @@ _THRESHOLD = [
     ("threshold_is_factor", "int32_t"),  # the value is F, not lambda
     ("overflow_is_dense", "int32_t"),  # F / L^c >= 1: run dense, else lambda = 1
     ("stats", "int64_t*"),  # [batch_size, heads, 2]: skipped, visited decisions
+    ("gaps", "int64_t*"),  # [batch_size, heads, 256]: decisions by the lambda they would skip at
 ]
 
 PREFILL_PARAMS = ParamTable(

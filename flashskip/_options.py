@@ -52,8 +52,8 @@ class PlanOptions:
     overflow : {"dense", "clamp"}
         What a lambda >= 1 that results from F means for its request: no skipping, or lambda = 1.
     skip_criterion : {"threshold", "budget", "measure"}
-        The test. "budget" (prefill only) bounds the omitted softmax mass by `skip_budget`;
-        "measure" runs dense and fills `gaps`. No kernel has these two yet: they are refused.
+        The test. "measure" runs dense and fills `gaps`; it takes `order` and `vote_kv`. "budget"
+        (prefill only) bounds the omitted softmax mass by `skip_budget`; it is refused yet.
     skip_budget : float, optional
         The epsilon of the budget criterion.
     order : str
@@ -118,8 +118,13 @@ class PlanOptions:
 
     @property
     def skips(self) -> bool:
-        """Whether a skip test is asked for."""
+        """Whether tiles may be skipped."""
         return self.threshold is not None or self.skip_criterion == "budget"
+
+    @property
+    def decides(self) -> bool:
+        """Whether tiles are judged, be it to skip them or to measure."""
+        return self.criterion != "dense"
 
     @property
     def criterion(self) -> str:
@@ -226,14 +231,14 @@ class PlanOptions:
                     f"{name} only with skip_softmax_threshold_scale_factor",
                     f"Drop {name} or pass the factor",
                 )
-        skip_only = [
-            ("order", self.order != ORDERS[0]),
-            ("vote_kv", self.vote_kv is not None),
-            ("collect_stats", self.collect_stats),
-            ("collect_bound", self.collect_bound),
+        needs = [
+            ("order", self.order != ORDERS[0], self.decides),
+            ("vote_kv", self.vote_kv is not None, self.decides),
+            ("collect_stats", self.collect_stats, self.skips),
+            ("collect_bound", self.collect_bound, self.skips),
         ]
-        for name, changed in skip_only:
-            if changed and not self.skips:
+        for name, changed, has_effect in needs:
+            if changed and not has_effect:
                 raise refusal(
                     f"{name} is given without a skip test, where it has no effect",
                     f"{name} only with a threshold or a scale factor",

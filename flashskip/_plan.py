@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from flashskip import reference
 from flashskip._checks import check_vector
 from flashskip._jit.kernel import Kernel
 from flashskip._options import DTYPE_NAMES, LIVE, PlanOptions, refusal
@@ -200,6 +201,13 @@ def _warn_of_overflow(factor: float, kv_len: int) -> None:
             factor,
             kv_len,
         )
+
+
+def counters(options: PlanOptions) -> dict[str, int]:
+    """Name what a plan counts on the device, and the number of counters of a request's head."""
+    if options.criterion == "measure":
+        return {"gaps": reference.GAP_BINS}
+    return {"stats": 2} if options.collect_stats else {}
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -16,6 +16,7 @@ from flashskip._plan import (
     Plan,
     changes,
     check_option_tensors,
+    counters,
     multiprocessors,
     require_kernel,
     signature,
@@ -95,16 +96,25 @@ class BatchWrapper:
         return self._planned().buffers["stats"]
 
     def reset_stats(self) -> None:
-        """Set all counters to zero, in stream order."""
-        self.stats.zero_()
+        """Set what the plan counts, `stats` or `gaps`, to zero in stream order; else raise."""
+        (self.gaps if self._planned().options.criterion == "measure" else self.stats).zero_()
 
     @property
     def gaps(self) -> torch.Tensor:
-        """Histogram of the thresholds above which decisions are skipped, when measuring."""
-        if self._planned().options.skip_criterion != "measure":
+        """Decisions by the threshold above which they skip: int64 ``[batch_size, heads, 256]``.
+
+        Since `plan` or `reset_stats()`, in bins of 1/8 of log2 from -32 to 0; heads as in `stats`.
+        The first bin also holds all below, the last one what no threshold skips.
+
+        Raises
+        ------
+        ValueError
+            If the plan was made without ``skip_criterion="measure"``.
+        """
+        criterion = self._planned().options.skip_criterion
+        if criterion != "measure":
             raise refusal(
-                f"gaps is read on a plan with "
-                f"skip_criterion={self._planned().options.skip_criterion!r}",
+                f"gaps is read on a plan with skip_criterion={criterion!r}",
                 "skip_criterion='measure'",
                 "Plan again with it",
             )
@@ -144,7 +154,7 @@ class BatchWrapper:
             self._set_indices(indices)
             plan.indices_held = now
         plan.indices = dict(indices)
-        if plan.options.collect_stats:
+        if counters(plan.options):
             self.reset_stats()
         return True
 
@@ -156,12 +166,12 @@ class BatchWrapper:
             plan.live.append(self._workspace)
         self._load(plan)
         needs = {} if plan.kernel is None else self._needs(plan)
-        if options.collect_stats:
-            needs["stats"] = ((plan.batch_size, stats_heads, 2), torch.int64)
+        for name, size in counters(options).items():
+            needs[name] = ((plan.batch_size, stats_heads, size), torch.int64)
         plan.buffers = self._buffers.reserve(needs, plan.device)
         self._plan = plan
         try:
-            if options.collect_stats:
+            if counters(options):
                 self.reset_stats()
             if plan.kernel is not None:
                 self._fill(plan)
@@ -173,10 +183,10 @@ class BatchWrapper:
         """Load the kernel of a plan that runs on a GPU; refuse what the CPU path lacks."""
         criterion = plan.options.skip_criterion
         if plan.device.type == "cpu":
-            if criterion != "threshold":
+            if criterion == "budget":
                 raise UnsupportedVariant(
-                    f"skip_criterion is {criterion!r} on the CPU; supported: 'threshold'. Pass a "
-                    "threshold or a scale factor."
+                    "skip_criterion is 'budget' on the CPU; supported: 'threshold', 'measure'. Pass "
+                    "a threshold or a scale factor."
                 )
             return
         require_kernel(plan.variant, plan.device)
@@ -202,7 +212,7 @@ class BatchWrapper:
             sm_scale_log2=options.scale(plan.variant.head_dim_qk) * math.log2(math.e),
             soft_cap=(options.logits_soft_cap or 0.0) / options.scale(plan.variant.head_dim_qk),
             sinks=0 if options.sinks is None else options.sinks.data_ptr(),
-            stats=plan.buffers["stats"].data_ptr() if options.collect_stats else 0,
+            **{name: plan.buffers[name].data_ptr() for name in counters(options)},
         )
         plan.live_held = [signature(t) for t in plan.live]
         placed = {n: self._on_device(n, t, plan) for n, t in plan.indices.items()}

@@ -215,7 +215,7 @@ class BatchDecodeWrapper(BatchWrapper):
             sinks=options.sinks is not None,
             skip=options.criterion,
             order=None,
-            vote_kv=(options.vote_kv or 64) if options.skips else None,
+            vote_kv=(options.vote_kv or 64) if options.decides else None,
             stats=options.collect_stats,
             bound=options.collect_bound,
         )

@@ -268,7 +268,7 @@ class BatchPrefillWrapper(BatchWrapper):
     def _variant(
         self, options: PlanOptions, head_dim_qk: int, head_dim_vo: int, page_size: int = 0
     ) -> Variant:
-        skips = options.skips
+        decides = options.decides
         tile_kv = prefill_tile(head_dim_qk, head_dim_vo).tile_kv
         paged = "paged_tma" if _maps.tma_pages(page_size, tile_kv) else "paged_gather"
         return Variant(
@@ -285,8 +285,8 @@ class BatchPrefillWrapper(BatchWrapper):
             soft_cap=bool(options.logits_soft_cap),
             sinks=options.sinks is not None,
             skip=options.criterion,
-            order=options.order if skips else None,
-            vote_kv=(options.vote_kv or _kernels.DEFAULT_VOTE_KV) if skips else None,
+            order=options.order if decides else None,
+            vote_kv=(options.vote_kv or _kernels.DEFAULT_VOTE_KV) if decides else None,
             stats=options.collect_stats,
             bound=options.collect_bound,
         )

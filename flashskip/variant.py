@@ -27,7 +27,7 @@ DOMAINS: dict[str, dict[str, tuple[object, ...]]] = {
         "window": (False, True),
         "soft_cap": (False, True),
         "sinks": (False, True),
-        "skip": ("dense", "threshold"),
+        "skip": ("dense", "threshold", "measure"),
         "order": (None, *ORDERS),
         "vote_kv": (None, 64, 128),
         "stats": (False, True),
@@ -46,7 +46,7 @@ DOMAINS: dict[str, dict[str, tuple[object, ...]]] = {
         "window": (False, True),
         "soft_cap": (False, True),
         "sinks": (False, True),
-        "skip": ("dense", "threshold"),
+        "skip": ("dense", "threshold", "measure"),
         "order": (None,),
         "vote_kv": (None, 64),
         "stats": (False, True),
@@ -76,9 +76,9 @@ class Variant:
     window: bool  # a left limit of what a row sees; its length is a run-time value
     soft_cap: bool
     sinks: bool
-    skip: str  # "dense": no test; "threshold": the skip test with a final lambda
-    order: str | None  # prefill with a skip test: in which order tiles are visited
-    vote_kv: int | None  # keys of one decision, with a skip test
+    skip: str  # "dense": no test; "threshold": a final lambda; "measure": dense, notes each gap
+    order: str | None  # prefill with decisions: in which order tiles are visited
+    vote_kv: int | None  # keys of one decision; None in a dense kernel
     stats: bool  # count decisions
     bound: bool  # certify the omitted mass of each row
     arch: str = "sm_90a"
@@ -159,8 +159,8 @@ _RULES: tuple[tuple[str, Callable[..., bool]], ...] = (
         "vote_kv",
         lambda op, head_dim_qk, vote_kv: (op, head_dim_qk, vote_kv) != ("prefill", 256, 128),
     ),
-    ("stats", lambda skip, stats: skip != "dense" or not stats),
-    ("bound", lambda skip, bound: skip != "dense" or not bound),
+    ("stats", lambda skip, stats: skip not in ("dense", "measure") or not stats),
+    ("bound", lambda skip, bound: skip not in ("dense", "measure") or not bound),
 )
 _READ_BY_RULE = [tuple(inspect.signature(holds).parameters) for _, holds in _RULES]
 

@@ -22,6 +22,7 @@ from flashskip.variant import Variant
 BF16, FP16 = torch.bfloat16, torch.float16
 SKIPS = {"skip_softmax_threshold": 0.02}
 COUNTS = {**SKIPS, "collect_stats": True}
+MEASURES = {"skip_criterion": "measure"}
 QO_LENS, KV_LENS = (70, 0, 5, 130, 1, 200), (70, 40, 300, 130, 0, 260)
 PAGED_LENS = (0, 1, 63, 64, 65, 130, 700)
 
@@ -33,6 +34,7 @@ PREFILL = (
     (128, FP16, {"order": "descending", "vote_kv": 128, **SKIPS}),
     (64, BF16, {"causal": True, "order": "ascending", "window_left": 90, "logits_soft_cap": 9.0,
                 "sinks": True, **COUNTS}),
+    (128, BF16, {"causal": True, **MEASURES}),
 )  # fmt: skip
 
 # Lengths, heads, arguments of make_paged(), options of plan().
@@ -50,6 +52,7 @@ DECODE = (
     (PAGED_LENS, (8, 2), {"head_dim": 64, "page_size": 5, "kv_dtype": FP8}, {}),
     ((6000, 3, 9000), (24, 2), {"head_dim": 128, "page_size": 16}, COUNTS),  # cut and merged
     ((6000, 3, 9000), (24, 2), {"head_dim": 64, "page_size": 7}, {}),
+    (PAGED_LENS, (8, 2), {"head_dim": 64, "page_size": 16}, MEASURES),
 )  # fmt: skip
 
 

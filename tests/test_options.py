@@ -60,6 +60,17 @@ REFUSED = [
     ({"collect_stats": True}, ValueError, "collect_stats is given without a skip test"),
     ({"collect_bound": True}, ValueError, "collect_bound is given without a skip test"),
     ({"vote_kv": 64}, ValueError, "vote_kv is given without a skip test"),
+    ({"order": "ascending"}, ValueError, "order is given without a skip test"),
+    (
+        {"skip_criterion": "measure", "collect_stats": True},
+        ValueError,
+        "collect_stats is given without a skip test",
+    ),
+    (
+        {"skip_criterion": "measure", "collect_bound": True},
+        ValueError,
+        "collect_bound is given without a skip test",
+    ),
     ({"skip_softmax_threshold": 0.1, "vote_kv": 32}, ValueError, "vote_kv is 32; expected one of"),
     ({"skip_softmax_threshold": 0.1, "order": "up"}, ValueError, "order is 'up'; expected one of"),
     ({"skip_criterion": "budget"}, ValueError, "skip_budget is None with skip_criterion='budget'"),
@@ -99,7 +110,12 @@ def test_a_plan_without_the_element_type_says_what_to_pass():
 def test_the_criterion_is_dense_only_without_any_test():
     assert PlanOptions(q_data_type=BF16).criterion == "dense"
     assert PlanOptions(q_data_type=BF16, skip_softmax_threshold=0.0).criterion == "threshold"
-    assert PlanOptions(q_data_type=BF16, skip_criterion="measure").criterion == "measure"
+    measuring = PlanOptions(
+        q_data_type=BF16, skip_criterion="measure", vote_kv=128, order="ascending"
+    )
+    assert measuring.criterion == "measure"
+    assert measuring.decides
+    assert not measuring.skips
 
 
 def test_the_default_scale_is_that_of_the_head_dim():

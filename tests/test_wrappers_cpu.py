@@ -81,6 +81,50 @@ def test_skipping_takes_the_oracles_decisions_and_counts_them():
     assert not wrapper.stats.any()
 
 
+def test_measuring_is_dense_and_counts_gaps_until_they_are_reset():
+    q, k, v = _prefill_inputs(500, 500)
+    q, k = _with_sink(q, k)
+    indptr = _ints(0, 200, 500)
+    wrapper = flashskip.BatchPrefillWrapper(torch.empty(0))
+    options = {"q_data_type": BF16, "causal": True}
+    wrapper.plan(indptr, indptr, 6, 2, 64, **options)
+    dense = wrapper.run(q, k, v)
+    with pytest.raises(ValueError, match="gaps is read on a plan with skip_criterion='threshold'"):
+        _ = wrapper.gaps
+    with pytest.raises(ValueError, match="stats is read on a plan without counters"):
+        wrapper.reset_stats()
+    chosen = {"order": "ascending", "vote_kv": 128}
+    wrapper.plan(indptr, indptr, 6, 2, 64, skip_criterion="measure", **options, **chosen)
+    assert (wrapper.geometry.order, wrapper.geometry.keys_per_vote) == ("ascending", 128)
+    assert torch.equal(wrapper.run(q, k, v), dense)
+    oracle = reference.attention(
+        q, k, v, qo_indptr=indptr, kv_indptr=indptr, geometry=wrapper.geometry, dtype=torch.float32
+    )
+    gaps = torch.stack([reference.histogram(m) for m in oracle.skip_map])
+    assert gaps.shape == (2, 6, 256)
+    assert torch.equal(wrapper.gaps, gaps)
+    assert torch.equal(wrapper.gaps.sum(2), oracle.counts[..., 1])
+    wrapper.run(q, k, v)
+    assert torch.equal(wrapper.gaps, 2 * gaps)
+    with pytest.raises(ValueError, match="stats is read"):
+        _ = wrapper.stats
+    wrapper.reset_stats()
+    assert not wrapper.gaps.any()
+
+
+def test_decode_measures_per_kv_head():
+    cache = torch.randn(4, 2, 16, 2, 64).to(BF16)
+    q = torch.randn(2, 6, 64).to(BF16)
+    wrapper = flashskip.BatchDecodeWrapper(torch.empty(0))
+    table = (_ints(0, 4, 4), _ints(0, 1, 2, 3), _ints(5, 1))
+    wrapper.plan(*table, 6, 2, 64, 16, q_data_type=BF16, skip_criterion="measure", vote_kv=64)
+    wrapper.run(q, cache)
+    assert wrapper.gaps.shape == (2, 2, 256)
+    # One tile, which is its own seed, and a request without keys.
+    assert wrapper.gaps[..., 255].tolist() == [[1, 1], [0, 0]]
+    assert int(wrapper.gaps.sum()) == 2
+
+
 def test_live_thresholds_and_lengths_are_read_by_each_run():
     q, k, v = _prefill_inputs(700, 700)
     q, k = _with_sink(q, k)
@@ -200,9 +244,6 @@ def test_a_batch_of_no_requests_and_a_request_without_keys():
 
 def test_what_only_kernels_to_come_can_do_is_refused_by_name():
     wrapper = flashskip.BatchPrefillWrapper(torch.empty(0))
-    for criterion in (
-        {"skip_criterion": "measure"},
-        {"skip_criterion": "budget", "skip_budget": 0.1},
-    ):
-        with pytest.raises(NotImplementedError, match="skip_criterion is"):
-            wrapper.plan(_ints(0, 5), _ints(0, 5), 6, 2, 64, q_data_type=BF16, **criterion)
+    budget = {"skip_criterion": "budget", "skip_budget": 0.1}
+    with pytest.raises(NotImplementedError, match="skip_criterion is"):
+        wrapper.plan(_ints(0, 5), _ints(0, 5), 6, 2, 64, q_data_type=BF16, **budget)

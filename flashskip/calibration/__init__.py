@@ -6,13 +6,15 @@ With a threshold of at most 1, a tile's fate follows from its gap alone: it is s
 one formula through the curves of several texts and lengths.
 """
 
+from flashskip.reference import GAP_BINS, histogram
+
 from .cli import main
-from .curve import BINS, Curve, Measurement, histogram, pooled
+from .curve import Curve, Measurement, pooled
 from .fit import Fit, Miss, calibrate, fit, misses, to_config
 from .report import write_report
 
 __all__ = [
-    "BINS",
+    "GAP_BINS",
     "Curve",
     "Fit",
     "Measurement",

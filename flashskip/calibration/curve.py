@@ -13,32 +13,7 @@ from torch import Tensor
 from flashskip._options import check_choice, refusal
 from flashskip.geometry import Geometry
 from flashskip.policy.formula import PHASES, check_number
-from flashskip.reference import SkipMap
-
-BINS = 256
-BINS_PER_UNIT = 8  # of log2
-LOWEST = -32.0
-
-
-def histogram(skip_map: SkipMap) -> Tensor:
-    """Count the decisions of one request by the threshold above which they skip.
-
-    Parameters
-    ----------
-    skip_map : flashskip.reference.SkipMap
-        Decisions of a request; of a dense one too.
-
-    Returns
-    -------
-    torch.Tensor
-        int64 ``[sequences, 256]``. Bin k holds the visited decisions with a gap of at least
-        ``-32 + k / 8`` and less than ``-32 + (k + 1) / 8``. The first bin also holds all below,
-        the last one all above: those that no threshold skips.
-    """
-    bins = ((skip_map.gap - LOWEST) * BINS_PER_UNIT).floor().clamp(0, BINS - 1).long()
-    counts = torch.zeros((bins.shape[0], BINS), dtype=torch.int64, device=bins.device)
-    counts.scatter_add_(1, bins.flatten(1), skip_map.visited.flatten(1).long())
-    return counts
+from flashskip.reference._gaps import BINS_PER_UNIT, GAP_BINS, LOWEST
 
 
 class Curve:
@@ -63,13 +38,13 @@ class Curve:
     """
 
     def __init__(self, gaps: Tensor) -> None:
-        if gaps.dim() == 0 or gaps.shape[-1] != BINS or gaps.dtype != torch.int64:
+        if gaps.dim() == 0 or gaps.shape[-1] != GAP_BINS or gaps.dtype != torch.int64:
             raise refusal(
                 f"gaps is {gaps.dtype} {tuple(gaps.shape)}",
-                f"int64 (..., {BINS})",
+                f"int64 (..., {GAP_BINS})",
                 "Pass .gaps of a wrapper, or flashskip.calibration.histogram()",
             )
-        counts = gaps.reshape(-1, BINS).sum(0).cpu().numpy()
+        counts = gaps.reshape(-1, GAP_BINS).sum(0).cpu().numpy()
         total = int(counts.sum())
         if total == 0:
             raise refusal(
@@ -78,8 +53,8 @@ class Curve:
                 "Measure a longer text",
             )
         # share[k]: what is skipped at a threshold of 2**edges[k].
-        self._edges = LOWEST + np.arange(BINS) / BINS_PER_UNIT
-        self._share = np.concatenate([[0], np.cumsum(counts)[: BINS - 1]]) / total
+        self._edges = LOWEST + np.arange(GAP_BINS) / BINS_PER_UNIT
+        self._share = np.concatenate([[0], np.cumsum(counts)[: GAP_BINS - 1]]) / total
         self.lowest, self.highest = float(self._share[1]), float(self._share[-1])
 
     def sparsity(self, log2_threshold: float) -> float:

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flashskip import reference
 from flashskip._options import check_choice, refusal
-from flashskip.calibration.curve import Measurement, histogram
-from flashskip.errors import UnsupportedVariant
+from flashskip.calibration.curve import Measurement
 from flashskip.geometry import Geometry
+from flashskip.integrations._phases import Phase
 from flashskip.policy import PHASES
 
 # Not "flash...": transformers takes such names for builds of FlashAttention.
@@ -107,11 +106,12 @@ def _attention(model: Any, recorder: _Recorder) -> Iterator[None]:
 
 
 class _Recorder:
-    """Dense attention that keeps the gaps of each layer and phase."""
+    """Dense attention, on any device, that keeps the gaps of each layer and phase."""
 
     def __init__(self, phases: Sequence[str]) -> None:
         self.geometries: dict[str, Geometry] = {}
-        self._phases = phases
+        self._measured = phases
+        self._wrappers: dict[tuple[nn.Module, str], Phase] = {}
         self._gaps: dict[str, dict[nn.Module, Tensor]] = {phase: {} for phase in phases}
 
     def gaps(self, phase: str) -> Tensor:
@@ -124,6 +124,7 @@ class _Recorder:
             )
         return torch.stack(list(self._gaps[phase].values()))
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # plans on the host
     def __call__(
         self,
         module: nn.Module,
@@ -142,55 +143,30 @@ class _Recorder:
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Attend as transformers asks, and record."""
-        from flashskip.integrations.transformers import refuse_unsupported, resolve_mask
+        from flashskip.integrations import transformers
 
-        refuse_unsupported(dropout=dropout, output_attentions=output_attentions, **kwargs)
-        mask = resolve_mask(attention_mask, module, query, key, sliding_window, is_causal)
-        phase = "decode" if mask.qo_len == 1 else "prefill"
-        if query.is_cuda:
-            raise UnsupportedVariant(
-                "the model is on a GPU, where no kernel measures gaps yet "
-                "(skip_criterion='measure'); supported: the CPU. Move the model there."
-            )
-        out, gaps = self._attend_on_cpu(phase, query, key, value, mask, scaling, softcap, s_aux)
-        if phase in self._phases and gaps is not None:
-            of_layer = self._gaps[phase]
-            of_layer[module] = of_layer[module] + gaps if module in of_layer else gaps
+        transformers.refuse_unsupported(
+            dropout=dropout, output_attentions=output_attentions, **kwargs
+        )
+        mask = transformers.resolve_mask(
+            attention_mask, module, query, key, sliding_window, is_causal
+        )
+        name = "decode" if mask.qo_len == 1 else "prefill"
+        options = transformers.layer_options(query, key, scaling, softcap, s_aux)
+        if name in self._measured:
+            options["skip_criterion"] = "measure"
+        phase = self._wrappers.get((module, name))
+        if phase is None:
+            phase = self._wrappers[module, name] = transformers.PHASES[name](query.device)
+        out = phase.attend(query, key, value, mask, options)
+        if name in self._measured:
+            self._record(name, module, phase)
         return out, None
 
-    def _attend_on_cpu(
-        self,
-        phase: str,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Any,
-        scaling: float | None,
-        softcap: float | None,
-        s_aux: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Use the reference, in the geometry that the kernels have by default."""
-        kv_len = int(mask.kv_len)
-        window_left = mask.effective_window()
-        if phase == "decode":
-            group = query.shape[1] // key.shape[1]
-            geometry = Geometry.decode(group, window_left=window_left)
-        else:
-            geometry = Geometry.prefill(causal=mask.causal, window_left=window_left)
-        self.geometries.setdefault(phase, geometry)
-        recorded = phase in self._phases
-        result = reference.attention(
-            query[0].transpose(0, 1),
-            key[0, :, :kv_len].transpose(0, 1),
-            value[0, :, :kv_len].transpose(0, 1),
-            qo_indptr=[0, query.shape[2]],
-            kv_indptr=[0, kv_len],
-            geometry=geometry,
-            sm_scale=scaling,
-            logits_soft_cap=softcap,
-            sinks=s_aux,
-            dtype=torch.float32,
-            skip_map=recorded,
-        )
-        gaps = histogram(result.skip_map[0]) if result.skip_map is not None else None
-        return result.out.to(query.dtype)[None], gaps
+    def _record(self, name: str, module: nn.Module, phase: Phase) -> None:
+        """Add the last run's gaps, without waiting for the GPU."""
+        self.geometries.setdefault(name, phase.wrapper.geometry)
+        gaps = phase.wrapper.gaps.sum(0)
+        of_layer = self._gaps[name]
+        of_layer[module] = of_layer[module] + gaps if module in of_layer else gaps
+        phase.wrapper.reset_stats()

@@ -176,11 +176,7 @@ class FlashSkipAttention:
         )
         counting = self._collect_stats and bool(skipping)
         options = {
-            "q_data_type": query.dtype,
-            "kv_data_type": key.dtype,
-            "sm_scale": scaling,
-            "logits_soft_cap": softcap,
-            "sinks": None if s_aux is None else s_aux.float(),
+            **layer_options(query, key, scaling, softcap, s_aux),
             **skipping,
             "collect_stats": counting,
         }
@@ -236,6 +232,19 @@ def _keep_from_flash_attention_preload() -> None:
 
     preload_others.knows_flashskip = True  # type: ignore[attr-defined]
     modeling_utils.lazy_import_flash_attention = preload_others
+
+
+def layer_options(
+    query: Tensor, key: Tensor, scaling: float | None, softcap: float | None, s_aux: Tensor | None
+) -> dict[str, Any]:
+    """Return what a layer's arguments mean for `plan()`, apart from its mask and from skipping."""
+    return {
+        "q_data_type": query.dtype,
+        "kv_data_type": key.dtype,
+        "sm_scale": scaling,
+        "logits_soft_cap": softcap,
+        "sinks": None if s_aux is None else s_aux.float(),
+    }
 
 
 def resolve_mask(

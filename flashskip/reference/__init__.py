@@ -14,12 +14,14 @@ Scores are in log2 units throughout: scaled by ``log2(e)``, so that exponentials
 """
 
 from ._attention import attention
+from ._gaps import GAP_BINS, histogram
 from ._pages import gather_pages
 from ._request import LOG2_E
 from ._result import KEPT, NOT_VISITED, SKIPPED, Result, SkipMap
 from ._thresholds import final_thresholds
 
 __all__ = [
+    "GAP_BINS",
     "KEPT",
     "LOG2_E",
     "NOT_VISITED",
@@ -29,4 +31,5 @@ __all__ = [
     "attention",
     "final_thresholds",
     "gather_pages",
+    "histogram",
 ]

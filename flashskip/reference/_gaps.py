@@ -1,0 +1,33 @@
+"""Decisions counted by the threshold above which they skip."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._result import SkipMap
+
+GAP_BINS = 256
+BINS_PER_UNIT = 8  # of log2
+LOWEST = -32.0
+
+
+def histogram(skip_map: SkipMap) -> Tensor:
+    """Count the decisions of one request by the threshold above which they skip.
+
+    Parameters
+    ----------
+    skip_map : flashskip.reference.SkipMap
+        Decisions of a request; of a dense one too.
+
+    Returns
+    -------
+    torch.Tensor
+        int64 ``[sequences, 256]``. Bin k holds the visited decisions with a gap of at least
+        ``-32 + k / 8`` and less than ``-32 + (k + 1) / 8``. The first bin also holds all below,
+        the last one all above: those that no threshold skips.
+    """
+    bins = ((skip_map.gap - LOWEST) * BINS_PER_UNIT).floor().clamp(0, GAP_BINS - 1).long()
+    counts = torch.zeros((bins.shape[0], GAP_BINS), dtype=torch.int64, device=bins.device)
+    counts.scatter_add_(1, bins.flatten(1), skip_map.visited.flatten(1).long())
+    return counts
