@@ -40,6 +40,12 @@ struct Visibility {
   }
   FS_DEVICE int begin(int row) const { return WINDOW ? max(end(row) - 1 - min(p.window_left, kv_len), 0) : 0; }
 
+  // Keys of a tile that a row sees.
+  FS_DEVICE int keys_in(int row, int tile) const {
+    const int first_key = tile * DECODE_TILE_KV;
+    return min(end(row), first_key + DECODE_TILE_KV) - max(begin(row), first_key);
+  }
+
   // Hides keys that a row does not see. Most tiles hold none.
   FS_DEVICE void mask(float (&s)[ROWS / 2], int tile) const {
     const int first_key = tile * DECODE_TILE_KV;

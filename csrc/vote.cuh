@@ -24,6 +24,12 @@ struct Needs {
     }
   }
 
+  // Each thread says what its two rows need.
+  FS_DEVICE explicit Needs(const bool (&needs)[VOTES]) {
+#pragma unroll
+    for (int i = 0; i < VOTES; i++) tile[i] = __any_sync(~0u, needs[i]);
+  }
+
   FS_DEVICE bool everything() const { return tile[0] && tile[VOTES - 1]; }
   FS_DEVICE uint32_t ballot() const { return tile[0] + (VOTES == 2 && tile[VOTES - 1] ? 2 : 0); }
 };

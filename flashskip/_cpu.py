@@ -64,6 +64,7 @@ def attend(
         logits_soft_cap=options.logits_soft_cap,
         sinks=options.sinks,
         thresholds=thresholds,
+        budget=options.skip_budget,
         dtype=torch.float32,
         skip_map=options.criterion == "measure",
     )

@@ -26,8 +26,14 @@ _THRESHOLD = [
     ("length_exponent", "float"),  # c of F / L^c
     ("threshold_is_factor", "int32_t"),  # the value is F, not lambda
     ("overflow_is_dense", "int32_t"),  # F / L^c >= 1: run dense, else lambda = 1
+    ("allowance", "float"),  # budget: what a row may omit, over what it keeps
+]
+
+# What is told of the decisions.
+_OBSERVED = [
     ("stats", "int64_t*"),  # [batch_size, heads, 2]: skipped, visited decisions
     ("gaps", "int64_t*"),  # [batch_size, heads, 256]: decisions by the lambda they would skip at
+    ("bound", "float*"),  # [nnz_qo, num_qo_heads], contiguous: certified share that is omitted
 ]
 
 PREFILL_PARAMS = ParamTable(
@@ -69,6 +75,7 @@ PREFILL_PARAMS = ParamTable(
         ("sm_scale_log2", "float"),  # sm_scale * log2(e)
         ("lse_scale", "float"),  # 1 for base 2, ln 2 for base e
         *_THRESHOLD,
+        *_OBSERVED,
     ],
 )
 
@@ -85,7 +92,7 @@ DECODE_PARAMS = ParamTable(
         ("indptr", "const int32_t*"),  # [batch_size + 1]
         ("indices", "const int32_t*"),  # [num_indices]
         ("last_page_len", "const int32_t*"),  # [batch_size]
-        ("partial", "float*"),  # two segments per CTA: [grid, 2, rows, head_dim_vo + 2]
+        ("partial", "float*"),  # two segments per CTA: [grid, 2, PartialState]
         ("merge_counter", "uint32_t*"),  # [grid], 0 between runs
         ("q_stride_token", "int64_t"),  # elements
         ("q_stride_head", "int64_t"),
@@ -119,6 +126,7 @@ DECODE_PARAMS = ParamTable(
         ("k_scale_stride", "int32_t"),  # 1 where each KV head has its own, else 0
         ("v_scale_stride", "int32_t"),
         *_THRESHOLD,
+        *_OBSERVED,
     ],
 )
 
@@ -175,4 +183,5 @@ def workspace_bytes(v: Variant, grid: int) -> int:
     if v.op == "prefill":
         return 0
     assert v.rows is not None
-    return grid * 2 * v.rows * (v.head_dim_vo + 2) * 4  # two cut segments per CTA, fp32
+    values = v.head_dim_vo + (3 if v.bound else 2)
+    return grid * 2 * v.rows * values * 4  # two cut segments per CTA, fp32

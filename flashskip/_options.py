@@ -63,7 +63,7 @@ class PlanOptions:
     collect_stats : bool
         Count skipped and visited decisions into `stats`.
     collect_bound : bool
-        Return a certified bound on each row's omitted softmax mass. On the CPU only, yet.
+        Return a certified bound on each row's omitted softmax mass.
 
     References
     ----------

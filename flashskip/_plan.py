@@ -162,7 +162,7 @@ def check_option_tensors(plan: Plan) -> list[torch.Tensor]:
 
 
 def threshold_fields(options: PlanOptions) -> dict[str, object]:
-    """Return the fields of a launch record that say where the final threshold comes from."""
+    """Return the fields of a launch record that say how much may be skipped."""
     threshold, lengths = options.threshold, options.threshold_kv_len
     live = isinstance(threshold, torch.Tensor)
     return {
@@ -172,6 +172,7 @@ def threshold_fields(options: PlanOptions) -> dict[str, object]:
         "length_exponent": options.length_exponent,
         "threshold_is_factor": options.threshold_is_factor,
         "overflow_is_dense": options.overflow == "dense",
+        "allowance": reference.allowance(options.skip_budget or 0.0),
     }
 
 

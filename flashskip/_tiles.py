@@ -136,13 +136,15 @@ class DecodeTile:
         assert v.rows is not None
         page_ids = self.tile_kv if v.kv_path == "paged_gather" else 8
         k_tile, v_tile = (self.kv_bytes(v, dim) for dim in (v.head_dim_qk, v.head_dim_vo))
+        row_values = 4 * v.rows * (3 if v.bound else 2)
         k_stage = k_tile + 16 + 8 + 4 * page_ids  # barriers, tile source
-        v_stage = v_tile + self.tile_kv * v.rows * 2 + 8 * v.rows + 24 + 12
+        v_stage = v_tile + self.tile_kv * v.rows * 2 + row_values + 24 + 12
         q_row = _round_up(v.head_dim_qk, 64) * 2 + (4 if v.kv_dtype == "e4m3" else 0)
         q = self.q_stages * (v.rows * q_row + 16 + 4) + 4
         exchange = v.rows * 32 * self.tiles_per_group
         schedule = 8 * self.threads // 32 + 4 * 8 + 3 * 4
         used = self.k_stages * k_stage + self.v_stages * v_stage + q + exchange + schedule + 4
+        used += 4 * v.rows if v.bound else 0  # what is omitted so far
         return 1024 + _round_up(used, 1024)  # alignment of the first tile, and of the struct's size
 
 

@@ -23,7 +23,6 @@ from flashskip._plan import (
     threshold_fields,
 )
 from flashskip._scales import UNSCALED, Scales, check_scales, dequantised, scale_fields
-from flashskip.errors import UnsupportedVariant
 from flashskip.geometry import Geometry
 from flashskip.variant import Variant
 
@@ -104,12 +103,8 @@ class BatchWrapper:
         """Decisions by the threshold above which they skip: int64 ``[batch_size, heads, 256]``.
 
         Since `plan` or `reset_stats()`, in bins of 1/8 of log2 from -32 to 0; heads as in `stats`.
-        The first bin also holds all below, the last one what no threshold skips.
-
-        Raises
-        ------
-        ValueError
-            If the plan was made without ``skip_criterion="measure"``.
+        The first bin also holds all below, the last one what no threshold skips. Raises ValueError
+        unless the plan was made with ``skip_criterion="measure"``.
         """
         criterion = self._planned().options.skip_criterion
         if criterion != "measure":
@@ -180,14 +175,8 @@ class BatchWrapper:
             raise
 
     def _load(self, plan: Plan) -> None:
-        """Load the kernel of a plan that runs on a GPU; refuse what the CPU path lacks."""
-        criterion = plan.options.skip_criterion
+        """Load the kernel of a plan that runs on a GPU."""
         if plan.device.type == "cpu":
-            if criterion == "budget":
-                raise UnsupportedVariant(
-                    "skip_criterion is 'budget' on the CPU; supported: 'threshold', 'measure'. Pass "
-                    "a threshold or a scale factor."
-                )
             return
         require_kernel(plan.variant, plan.device)
         plan.kernel = _kernels.kernel_for(plan.variant)
@@ -324,6 +313,8 @@ class BatchWrapper:
                 check_lse(lse, (inputs[0].shape[0], plan.num_qo_heads), plan.device)
             self._set(lse=0 if lse is None else lse.data_ptr(), lse_scale=LSE_SCALES[lse_base])
             plan.lse_held = lse_now
+        if bound is not None:
+            self._set(bound=bound.data_ptr())
         if plan.variant.kv_dtype == "e4m3":
             check_scales(scales, plan.num_kv_heads, plan.device)
             self._set(**scale_fields(scales))

@@ -308,6 +308,11 @@ def _decode_options(options: dict[str, Any]) -> PlanOptions:
                 f"Drop {name}",
             )
     checked = PlanOptions(**options)
+    if checked.skip_criterion == "budget":
+        raise UnsupportedVariant(
+            "skip_criterion is 'budget' in decode, whose splits share no budget; supported: "
+            "'threshold', 'measure'. Pass a threshold, and collect_bound=True for a certificate."
+        )
     if checked.vote_kv not in (None, 64):
         raise UnsupportedVariant(
             f"vote_kv is {checked.vote_kv} in decode; supported: None or 64. Drop vote_kv."

@@ -27,11 +27,11 @@ DOMAINS: dict[str, dict[str, tuple[object, ...]]] = {
         "window": (False, True),
         "soft_cap": (False, True),
         "sinks": (False, True),
-        "skip": ("dense", "threshold", "measure"),
+        "skip": ("dense", "threshold", "budget", "measure"),
         "order": (None, *ORDERS),
         "vote_kv": (None, 64, 128),
         "stats": (False, True),
-        "bound": (False,),
+        "bound": (False, True),
         "arch": ("sm_90a",),
     },
     "decode": {
@@ -50,7 +50,7 @@ DOMAINS: dict[str, dict[str, tuple[object, ...]]] = {
         "order": (None,),
         "vote_kv": (None, 64),
         "stats": (False, True),
-        "bound": (False,),
+        "bound": (False, True),
         "arch": ("sm_90a",),
     },
 }
@@ -76,7 +76,7 @@ class Variant:
     window: bool  # a left limit of what a row sees; its length is a run-time value
     soft_cap: bool
     sinks: bool
-    skip: str  # "dense": no test; "threshold": a final lambda; "measure": dense, notes each gap
+    skip: str  # "dense"; "threshold": a final lambda; "budget"; "measure": dense, notes each gap
     order: str | None  # prefill with decisions: in which order tiles are visited
     vote_kv: int | None  # keys of one decision; None in a dense kernel
     stats: bool  # count decisions
@@ -161,6 +161,8 @@ _RULES: tuple[tuple[str, Callable[..., bool]], ...] = (
     ),
     ("stats", lambda skip, stats: skip not in ("dense", "measure") or not stats),
     ("bound", lambda skip, bound: skip not in ("dense", "measure") or not bound),
+    ("skip", lambda kv_dtype, skip: kv_dtype != "e4m3" or skip != "measure"),
+    ("bound", lambda kv_dtype, bound: kv_dtype != "e4m3" or not bound),
 )
 _READ_BY_RULE = [tuple(inspect.signature(holds).parameters) for _, holds in _RULES]
 

@@ -240,10 +240,3 @@ def test_a_batch_of_no_requests_and_a_request_without_keys():
     assert (lse == -math.inf).all()
     wrapper.plan(_ints(0), _ints(0), 6, 2, 64, q_data_type=BF16)
     assert wrapper.run(q[:0], k, v).shape == (0, 6, 64)
-
-
-def test_what_only_kernels_to_come_can_do_is_refused_by_name():
-    wrapper = flashskip.BatchPrefillWrapper(torch.empty(0))
-    budget = {"skip_criterion": "budget", "skip_budget": 0.1}
-    with pytest.raises(NotImplementedError, match="skip_criterion is"):
-        wrapper.plan(_ints(0, 5), _ints(0, 5), 6, 2, 64, q_data_type=BF16, **budget)

@@ -14,6 +14,7 @@ Scores are in log2 units throughout: scaled by ``log2(e)``, so that exponentials
 """
 
 from ._attention import attention
+from ._budget import allowance
 from ._gaps import GAP_BINS, histogram
 from ._pages import gather_pages
 from ._request import LOG2_E
@@ -28,6 +29,7 @@ __all__ = [
     "SKIPPED",
     "Result",
     "SkipMap",
+    "allowance",
     "attention",
     "final_thresholds",
     "gather_pages",

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flashskip.geometry import Geometry
 
+from ._budget import allowance
 from ._request import Request
 from ._result import NOT_VISITED, SKIPPED, Result, SkipMap
 from ._rows import spans
@@ -28,6 +29,7 @@ def attention(
     logits_soft_cap: float | None = None,
     sinks: Tensor | None = None,
     thresholds: Sequence[float | None] | Tensor | None = None,
+    budget: float | None = None,
     dtype: torch.dtype = torch.float64,
     skip_map: bool = True,
 ) -> Result:
@@ -55,6 +57,9 @@ def attention(
     thresholds : sequence or Tensor, optional
         ``[batch_size]``: each request's final threshold in [0, 1], or None for a dense request.
         None: all dense.  See :func:`final_thresholds`.
+    budget : float, optional
+        In (0, 1]: skip by the budget criterion, so that the omitted share of the softmax mass stays
+        at or below this in every row. Instead of `thresholds`.
     dtype : torch.dtype
         Of the computation and of the floating results.
     skip_map : bool
@@ -67,9 +72,13 @@ def attention(
     Raises
     ------
     ValueError
-        Shapes that do not fit together, or a threshold outside [0, 1].
+        Shapes that do not fit together, a threshold or budget out of range, or both given.
     """
     _check_shapes(q, k, v, geometry, sinks)
+    if budget is not None and (thresholds is not None or not 0 < budget <= 1):
+        raise ValueError(
+            f"budget is {budget} and thresholds is {thresholds}; give a budget in (0, 1] alone"
+        )
     batch_size = len(qo_indptr) - 1
     if len(kv_indptr) != len(qo_indptr):
         raise ValueError(
@@ -94,7 +103,8 @@ def attention(
             v=v[kv],
             sm_scale=1 / math.sqrt(head_dim_qk) if sm_scale is None else sm_scale,
             soft_cap=logits_soft_cap or None,
-            log2_threshold=log2_lambdas[i],
+            log2_threshold=log2_lambdas[i] if budget is None else math.log2(allowance(budget)),
+            spends_budget=budget is not None,
             dtype=dtype,
             wants_gaps=skip_map,
         )

@@ -12,11 +12,11 @@ from torch.nn.functional import pad
 from flashskip.geometry import RequestGeometry
 
 from ._block import Block
+from ._budget import BOUND_INFLATION, budget_gaps
 from ._result import KEPT, NOT_VISITED, SKIPPED, SkipMap
 from ._rows import matmul_grouped, to_padded_keys, to_rows, to_tokens
 
 LOG2_E = math.log2(math.e)
-BOUND_INFLATION = 1 + 2.0**-10
 
 # Scores held at a time; heads are taken in chunks that stay below it where they can.
 _MAX_SCORES = 1 << 21
@@ -39,10 +39,12 @@ class Request:
         sm_scale: float,
         soft_cap: float | None,
         log2_threshold: float | None,
+        spends_budget: bool,
         dtype: torch.dtype,
         wants_gaps: bool,
     ) -> None:
         self.geometry = geometry
+        self.spends_budget = spends_budget
         self.log2_threshold = -math.inf if log2_threshold is None else log2_threshold
         self.takes_maxima = wants_gaps or log2_threshold is not None
         self.soft_cap_log2 = soft_cap * LOG2_E if soft_cap else None
@@ -96,7 +98,7 @@ class Request:
         if self.takes_maxima:
             t = torch.unflatten(s, -1, (block.num_tiles, -1)).amax(-1)
             m = t.amax(-1)
-            self.gap[tiles] = block.gaps(t)
+            self.gap[tiles] = self._gaps(block, s, t)
             skipped = visited & (self.gap[tiles] < self.log2_threshold)
         else:
             m = s.amax(-1)
@@ -114,6 +116,12 @@ class Request:
         self.kept_mass[rows] = kept_mass[:, :num_rows]
         self.pv[rows] = pv[:, :num_rows]
         self.state[tiles] = (visited * KEPT).masked_fill_(skipped, SKIPPED).to(torch.int8)
+
+    def _gaps(self, block: Block, s: Tensor, t: Tensor) -> Tensor:
+        """Compare each decision with its threshold: ``[sequences, units, tiles]``."""
+        if self.spends_budget:
+            return budget_gaps(block, s, t, self.log2_threshold)
+        return block.gaps(t)
 
     def _scores(self, block: Block, q: Tensor, k: Tensor) -> Tensor:
         """Scores ``[sequences, padded rows, keys]``, ``-inf`` where not visible."""
