@@ -119,7 +119,7 @@ class Measurement:
             entry = {"ours": contestant.ours, "skips": contestant.skips}
             self.doing(f"{case.name} {share}", contestant.name)
             try:
-                calls[contestant.name] = self.admit(contestant, case, data, entry)
+                calls[contestant.name] = self.admit(contestant, case, data, share, entry)
             except Unsupported as error:
                 if str(error) == NOT_ASKED:
                     continue
@@ -147,7 +147,12 @@ class Measurement:
         )
 
     def admit(
-        self, contestant: Contestant, case: Case, data: Data, entry: dict[str, Any]
+        self,
+        contestant: Contestant,
+        case: Case,
+        data: Data,
+        share: float,
+        entry: dict[str, Any],
     ) -> Callable[[], object]:
         """Prepare a contestant and check what it computes; return the call to time."""
         reason = self.death_of(contestant.name, case)
@@ -170,7 +175,7 @@ class Measurement:
             entry["unpaged"] = True
         if entry["check"]["error"] > entry["check"]["tolerance"]:
             raise WrongResult("error {error:.2g}, at most {tolerance:.2g}".format(**entry["check"]))
-        if prepared.skipped_share is not None:
+        if prepared.skipped_share is not None and (share or contestant.ours):
             entry["skipped"] = prepared.skipped_share()
         if case.graph and self.clock.device.type == "cuda":
             return Captured(prepared.run)

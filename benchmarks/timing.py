@@ -2,9 +2,10 @@
 
 A GPU slows down with heat and power within seconds, and the first run after a pause is faster than
 those that follow, so what is compared alternates in one loop, the first run of each turn does not
-count, and the ratio is taken within each round. The spin keeps the GPU busy until the host has
-enqueued the run, so that launch time stays out. With `cold_l2` a buffer larger than the L2 cache is
-read before each run (a written one would leave lines to be written back during it).
+count (unless it outlasts the effect by far), and the ratio is taken within each round. The spin
+keeps the GPU busy until the host has enqueued the run, so that launch time stays out. With
+`cold_l2` a buffer larger than the L2 cache is read before each run (a written one would leave lines
+to be written back during it).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ ROUNDS = 5
 _LONG_ROUNDS = 3  # where a round of all contestants takes `_LONG_SECONDS` or more
 _LONG_SECONDS = 0.5
 _CPU_ROUNDS = 2  # enough to show that it works
-_TURN_SECONDS = 0.02  # of each contestant in a round; a longer run is counted once in it
+_TURN_SECONDS = 0.02  # of each contestant in a round; a longer run happens once in it
 _MAX_REPS = 12
 _SPIN_HZ = 2e9  # cycles of torch.cuda._sleep in a second, at most
 _FLUSH_BYTES = 256 << 20
@@ -67,11 +68,14 @@ class Clock:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def sample(self, call: Call, reps: int, spin_seconds: float, cold_l2: bool) -> list[float]:
-        """Return the milliseconds of `reps` runs after one that does not count."""
+    def sample(
+        self, call: Call, reps: int, spin_seconds: float, *, lead: bool, cold_l2: bool
+    ) -> list[float]:
+        """Return the milliseconds of `reps` runs; with `lead`, after one that does not count."""
         if self.device.type == "cpu":
             return [self._host_ms(call) for _ in range(reps)]
-        call()
+        if lead:
+            call()
         events = []
         for _ in range(reps):
             if cold_l2:
@@ -85,9 +89,8 @@ class Clock:
         self.synchronize()
         return [start.elapsed_time(end) for start, end in events]
 
-    def warm_up(self, call: Call) -> tuple[float, float]:
-        """Run once; return the seconds that a second run takes, and those of its enqueueing."""
-        call()
+    def estimate(self, call: Call) -> tuple[float, float]:
+        """Return the seconds that a run takes, and those of its enqueueing."""
         self.synchronize()
         start = time.perf_counter()
         call()
@@ -108,18 +111,20 @@ class Clock:
 
 
 def interleave(calls: dict[str, Call], clock: Clock, *, cold_l2: bool = False) -> dict[str, Timing]:
-    """Time all calls in turns; every round gives one median per call."""
+    """Time all calls, each of which has run before, in turns; a round gives one median per call."""
     on_cpu = clock.device.type == "cpu"
-    timings, spins, round_seconds = {}, {}, 0.0
+    timings, spins, leads, round_seconds = {}, {}, {}, 0.0
     for name, call in calls.items():
-        seconds, enqueueing = clock.warm_up(call)
+        seconds, enqueueing = clock.estimate(call)
         reps = min(max(round(_TURN_SECONDS / max(seconds, 1e-6)), 1), _MAX_REPS)
         timings[name] = Timing([], 1 if on_cpu else reps)
         spins[name] = min(max(2 * enqueueing, 100e-6), 4e-3)
-        round_seconds += seconds * (1 + reps)
+        leads[name] = seconds < _TURN_SECONDS
+        round_seconds += seconds * (reps + leads[name])
     rounds = _CPU_ROUNDS if on_cpu else _LONG_ROUNDS if round_seconds > _LONG_SECONDS else ROUNDS
     for _ in range(rounds):
         for name, call in calls.items():
-            times = clock.sample(call, timings[name].reps, spins[name], cold_l2)
+            reps = timings[name].reps
+            times = clock.sample(call, reps, spins[name], lead=leads[name], cold_l2=cold_l2)
             timings[name].rounds_ms.append(statistics.median(times))
     return timings

@@ -72,7 +72,8 @@ def _fastest(*calls: Callable[[], Tensor], clock: Clock) -> tuple[Callable[[], T
     seconds, refusals = {}, []
     for call in calls:
         try:
-            seconds[call] = clock.warm_up(call)[0]
+            call()
+            seconds[call] = clock.estimate(call)[0]
         except RuntimeError as error:  # what SDPA raises where a backend refuses
             refusals.append(str(error).splitlines()[0])
     if not seconds:
