@@ -210,6 +210,12 @@ def test_commit_can_be_told_where_there_is_no_git():
     assert len(machine.describe(CPU)["sources_sha256"]) == 64
 
 
+def test_cudnn_on_a_paged_prefill_is_no_paged_peer():
+    case = prefill(64, True, page_size=16, num_qo_heads=2, num_kv_heads=2)
+    assert not cudnn.prepare(case, make_data(case, 0.0, CPU)).paged
+    assert cudnn.prepare(replace(case, page_size=0), make_data(case, 0.0, CPU)).paged
+
+
 def test_cudnn_refuses_what_it_would_compute_wrongly():
     for qo_lens, kv_lens in (((64, 32), (64, 32)), ((32,), (64,))):
         with pytest.raises(Unsupported):

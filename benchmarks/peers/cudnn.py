@@ -43,7 +43,11 @@ def _prepare_prefill(case: PrefillCase, data: PrefillData) -> Prepared:
         with sdpa_kernel(BACKEND):
             return scaled_dot_product_attention(q, k, v, is_causal=case.causal, enable_gqa=True)
 
-    return Prepared(run, to_rows=lambda out: out.transpose(1, 2).flatten(0, 1))
+    return Prepared(
+        run,
+        to_rows=lambda out: out.transpose(1, 2).flatten(0, 1),
+        paged=not case.page_size,  # it reads the same K and V without their pages
+    )
 
 
 def _prepare_decode(case: DecodeCase, data: DecodeData) -> Prepared:
