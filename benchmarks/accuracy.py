@@ -14,7 +14,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,13 @@ import torch
 from torch import Tensor
 
 from benchmarks import machine, needles, texts
+from benchmarks.accuracy_report import AROUND_HALF
 from benchmarks.forced import Forced, LocalErrors, logits, losses
 from flashskip import SkipSoftmaxConfig, UnsupportedVariant
-from flashskip.calibration import Fit, Measurement, calibrate, misses, write_report
+from flashskip.calibration import Fit, Measurement, calibrate, misses, pooled, write_report
 from flashskip.calibration.measure import measure
 from flashskip.policy import Coefficients
+from flashskip.policy.formula import describe
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "accuracy.json"
@@ -47,37 +49,47 @@ class Size:
     lengths: tuple[int, ...] = (2048, 4096, 8192)
     levels: tuple[float, ...] = LEVELS
     budgets: tuple[float, ...] = BUDGETS
-    most_texts: int = 100
+    calibrated: int = 100  # texts of each half, at most
+    judged: int = 9  # of the held-out ones, for everything but the calibration
     needle_lengths: tuple[int, ...] = (2048, 4096)
     needle_keys: tuple[int, ...] = (1, 4)
-    prompts: int = 16
+    prompts: Sequence[int] = range(12)  # seeds
 
 
 TINY = Size(
-    lengths=(256, 512), levels=(0.0, 0.5), budgets=(0.1,), most_texts=1, needle_lengths=(256,),
-    needle_keys=(2,), prompts=1,
+    lengths=(256, 512, 768), levels=(0.0, 0.5), budgets=(0.1,), calibrated=2, judged=1,
+    needle_lengths=(256,), needle_keys=(2,), prompts=(0,),
 )  # fmt: skip
 
 
 class Accuracy:
     """Everything that is measured of one model, collected in `results`."""
 
-    def __init__(self, model: Any, tokenizer: Any, size: Size) -> None:
-        self.model, self.tokenizer, self.size = model, tokenizer, size
+    def __init__(self, model: Any, tokenizer: Any, size: Size, out: Path) -> None:
+        self.model, self.tokenizer, self.size, self.out = model, tokenizer, size, out
         self.fits: dict[str, Fit] = {}
         self.results: dict[str, Any] = {"texts": [], "seconds": {}}
 
     # -- texts
 
     def pieces(self, chosen: list[texts.Text]) -> Iterator[tuple[texts.Text, Tensor]]:
-        """Yield each text cut to each length that it has: int64 ``[length]``."""
-        for text in chosen[:: -(-len(chosen) // self.size.most_texts)]:
-            longest = max(self.size.lengths)
+        """Yield each text cut to each length that it has: int64 ``[pieces, length]``.
+
+        As many pieces of a length as fit into the longest: every length sees the same tokens.
+        """
+        longest = max(self.size.lengths)
+        for text in chosen:
             encoded = self.tokenizer(text.content[: 16 * longest], add_special_tokens=False)
-            tokens = encoded["input_ids"]
+            tokens = torch.tensor(encoded["input_ids"][:longest])
             for length in self.size.lengths:
                 if len(tokens) >= length:
-                    yield text, torch.tensor(tokens[:length])
+                    yield text, tokens[: len(tokens) // length * length].view(-1, length)
+
+    def first_pieces(self) -> Iterator[tuple[texts.Text, Tensor]]:
+        """Yield the beginning of some held-out texts at each length: int64 ``[length]``."""
+        held_out = texts.held_out()
+        some = held_out[:: -(-len(held_out) // self.size.judged)]
+        return ((text, rows[0]) for text, rows in self.pieces(some))
 
     # -- options of plan()
 
@@ -99,28 +111,29 @@ class Accuracy:
     # -- what is measured
 
     def calibration(self, fitted: list[Measurement], held_out: list[Measurement]) -> None:
-        """Fit one half and judge the other."""
-        self.fits = calibrate(fitted)
+        """Fit one half of the texts; judge on the other, as whole texts and piece by piece."""
+        self.fits = calibrate(pooled(fitted))
         found = {}
         for phase, fit in self.fits.items():
             x = fit.coefficients
-            own = [m for m in held_out if m.phase == phase]
+            pieces = [m for m in held_out if m.phase == phase]
             found[phase] = {
                 "a": x.a, "b": x.b, "c": x.c, "r_squared": x.r_squared, "residual": x.residual,
                 "sparsity_range": x.sparsity_range, "length_range": x.length_range,
-                "points": len(fit.targets), "texts": len({m.text for m in fitted}),
-                "held_out": [
-                    {"text": m.text, "kv_len": m.kv_len, "target": m.target,
-                     "achieved": m.achieved, "capped": m.capped}
-                    for m in misses(self._coefficients(phase), own, JUDGED)
-                ],
+                "measured_in": describe(x.measured_in), "points": len(fit.targets),
+                "held_out": self._judge(phase, pooled(pieces)),
+                "held_out_pieces": self._judge(phase, pieces),
             }  # fmt: skip
         self.results["calibration"] = found
+
+    def _judge(self, phase: str, measurements: list[Measurement]) -> list[dict[str, Any]]:
+        found = misses(self._coefficients(phase), measurements, JUDGED)
+        return [dataclasses.asdict(miss) for miss in found]
 
     def perplexity(self) -> None:
         """Loss of held-out texts at each level, beside that of dense attention on the same rows."""
         records = self.results["perplexity"] = []
-        for text, tokens in self.pieces(texts.held_out()):
+        for text, tokens in self.first_pieces():
             length = len(tokens)
             decoded = min(DECODED, length // 2)
             first = {"prefill": length // 4, "decode": length - decoded - 1}
@@ -131,7 +144,8 @@ class Accuracy:
                 for p in ("prefill", "decode")
             }
             dense["both"] = dense["decode"]
-            for phase, level in itertools.product(PHASES, self.size.levels):
+            levels = (*self.size.levels, *AROUND_HALF)
+            for phase, level in itertools.product(PHASES, levels):
                 attend = Forced(prompt_len[phase], **self.options(phase, level))
                 loss = float(losses(self.model, tokens, first[phase], attend).mean())
                 records.append(
@@ -143,7 +157,7 @@ class Accuracy:
     def budget(self) -> None:
         """Perplexity of prefill with the budget criterion."""
         records = self.results["budget"] = []
-        for text, tokens in self.pieces(texts.held_out()):
+        for text, tokens in self.first_pieces():
             length, first = len(tokens), len(tokens) // 4
             dense = float(losses(self.model, tokens, first, Forced(length)).mean())
             for budget in self.size.budgets:
@@ -160,7 +174,7 @@ class Accuracy:
         records = self.results["retrieval"] = []
         haystack = texts.haystack()
         grid = itertools.product(self.size.needle_lengths, self.size.needle_keys)
-        for (length, keys), seed in itertools.product(grid, range(self.size.prompts)):
+        for (length, keys), seed in itertools.product(grid, self.size.prompts):
             needle = needles.build(self.tokenizer, haystack, length, keys, seed)
             for phase, level in [("dense", 0.0), *itertools.product(PHASES, self.size.levels[1:])]:
                 options = {} if phase == "dense" else self.options(phase, level)
@@ -175,7 +189,7 @@ class Accuracy:
     def local_errors(self) -> None:
         """Certified bound, omitted softmax mass and output error of prefill, layer by layer."""
         records = self.results["local_errors"] = []
-        for text, tokens in self.pieces(texts.held_out()):
+        for text, tokens in self.first_pieces():
             for level in self.size.levels[1:]:
                 attend = LocalErrors(self.options("prefill", level)["prefill"])
                 losses(self.model, tokens, len(tokens) - 2, attend)
@@ -192,7 +206,7 @@ class Accuracy:
         ]
 
     def timed(self, name: str, step: Any, *arguments: Any) -> None:
-        """Run a step, note its seconds, and say in `results` what no kernel can do yet."""
+        """Do a step and save; say in `results` how long it took, or what no kernel can do yet."""
         start = time.perf_counter()
         try:
             step(*arguments)
@@ -201,17 +215,14 @@ class Accuracy:
             self.results.setdefault("not_run", {})[name] = str(error)
         self.results["seconds"][name] = round(time.perf_counter() - start, 1)
         print(f"{name}: {self.results['seconds'][name]} s", flush=True)
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        self.out.write_text(json.dumps(self.results, indent=1) + "\n")
 
-    def all(self) -> None:
-        """Measure everything, in order of importance."""
-        for name in ("perplexity", "retrieval", "local_errors", "budget"):
-            self.timed(name, getattr(self, name))
-
-    def describe(self, device: torch.device) -> None:
+    def describe(self, device: torch.device, commit: str) -> None:
         """Note where, when and on what."""
         self.results |= {
             "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            "machine": machine.describe(device),
+            "machine": machine.describe(device, commit),
             "texts": [
                 {"name": t.name, "kind": t.kind, "held_out": held_out, "sha256": t.sha256}
                 for held_out, chosen in ((False, texts.fitted()), (True, texts.held_out()))
@@ -219,9 +230,11 @@ class Accuracy:
             ],
         }
 
-    def measure(self, chosen: list[texts.Text]) -> list[Measurement]:
-        """Return the gaps of texts at every length and in both phases."""
-        return list(measure(self.model, ((t.name, x[None]) for t, x in self.pieces(chosen))))
+    def measure(self, chosen: list[texts.Text], found: list[Measurement]) -> None:
+        """Add the gaps of texts at every length and in both phases, piece by piece."""
+        chosen = chosen[: self.size.calibrated]
+        pieces = ((t.name, row[None]) for t, rows in self.pieces(chosen) for row in rows)
+        found += measure(self.model, pieces)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -232,6 +245,7 @@ def main(argv: list[str] | None = None) -> int:
     run.add_argument("--out", type=Path, default=RESULTS)
     run.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     run.add_argument("--tiny", action="store_true", help="prove that it works; says nothing")
+    run.add_argument("--commit", default="", help="of the sources, where this copy has no git")
     run.add_argument("--report", type=Path, help="folder for the report of the calibration")
     commands.add_parser("table", help="write the tables of docs/accuracy.md")
     commands.add_parser("plot", help="write its figures")
@@ -253,20 +267,20 @@ def _run(arguments: argparse.Namespace) -> int:
         raise SystemExit("--tiny says nothing about accuracy: write it elsewhere with --out")
     from flashskip.integrations import demo
 
-    device = torch.device(arguments.device)
     model, tokenizer = demo.load(None, arguments.device)
-    accuracy = Accuracy(model, tokenizer, TINY if arguments.tiny else Size())
-    accuracy.describe(device)
-    start = time.perf_counter()
-    fitted, held_out = (accuracy.measure(chosen) for chosen in (texts.fitted(), texts.held_out()))
-    accuracy.results["seconds"]["measuring"] = round(time.perf_counter() - start, 1)
+    accuracy = Accuracy(model, tokenizer, TINY if arguments.tiny else Size(), arguments.out)
+    accuracy.describe(torch.device(arguments.device), arguments.commit)
+    fitted: list[Measurement] = []
+    held_out: list[Measurement] = []
+    accuracy.timed("measuring, fitted", accuracy.measure, texts.fitted(), fitted)
+    accuracy.timed("measuring, held out", accuracy.measure, texts.held_out(), held_out)
     accuracy.timed("calibration", accuracy.calibration, fitted, held_out)
-    if arguments.report:
-        write_report(accuracy.fits, fitted, arguments.report, held_out=held_out)
-    accuracy.all()
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(accuracy.results, indent=1) + "\n")
+    for name in ("perplexity", "retrieval", "local_errors", "budget"):
+        accuracy.timed(name, getattr(accuracy, name))
     print(f"wrote {arguments.out}")
+    if arguments.report:
+        judged = pooled(held_out)
+        print(write_report(accuracy.fits, pooled(fitted), arguments.report, held_out=judged))
     return 0
 
 

@@ -8,7 +8,6 @@ other would give, apart from rounding, at a small part of the time.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,27 +15,11 @@ import torch
 from torch import Tensor
 
 from flashskip import BatchDecodeWrapper, BatchPrefillWrapper
+from flashskip.calibration.measure import decode_table, exchanged_attention
+from flashskip.integrations._phases import workspace
 
-NAME = "skip_softmax_forced"
 _ROWS = 1024  # of logits at a time
 Options = Mapping[str, Any]
-
-
-@contextmanager
-def attention(model: Any, function: Any) -> Iterator[None]:
-    """Put a function in the place of a model's attention."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    from flashskip.integrations._masks import attention_mask
-
-    AttentionInterface.register(NAME, function)
-    AttentionMaskInterface.register(NAME, attention_mask)
-    before = model.config._attn_implementation
-    model.set_attn_implementation(NAME)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
 
 
 @dataclass
@@ -84,23 +67,9 @@ class Forced:
         self._prefill.plan(starts, starts, heads, kv_heads, dim, causal=True, **options)
         if length > self.prompt_len:
             self._decode = BatchDecodeWrapper(workspace(query.device), kv_layout="HND")
-            table = page_table(range(self.prompt_len, length), query.device)
+            table = decode_table(torch.arange(self.prompt_len, length, device=query.device))
             options = _counting(self.decode, query)
             self._decode.plan(*table, heads, kv_heads, dim, length, **options)
-
-
-def page_table(positions: range, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return indptr, indices and last_page_len of one request per position, all on one page."""
-    ends = torch.arange(
-        positions.start, positions.stop, positions.step, dtype=torch.int32, device=device
-    )
-    indptr = torch.arange(len(ends) + 1, dtype=torch.int32, device=device)
-    return indptr, torch.zeros_like(ends), ends + 1
-
-
-def workspace(device: torch.device) -> Tensor | None:
-    """On the CPU, say so to the wrapper by an empty workspace."""
-    return torch.empty(0) if device.type == "cpu" else None
 
 
 def _counting(options: Options, query: Tensor) -> dict[str, Any]:
@@ -113,7 +82,7 @@ def logits(model: Any, tokens: Tensor, first: int, function: Any) -> Iterator[Te
 
     `tokens` is int64 ``[length]``. In 16 bits, logits would be coarser than what is compared here.
     """
-    with attention(model, function):
+    with exchanged_attention(model, function):
         inputs = tokens[None].to(model.device)
         hidden = model.base_model(inputs, use_cache=False).last_hidden_state[0, first:]
     head = model.get_output_embeddings().weight.detach().float()

@@ -346,16 +346,30 @@ def test_measures_a_model_and_leaves_it_as_it_was():
     tokens = torch.randint(97, (1, 304))
     with torch.no_grad():
         before = model(tokens).logits
-    prefill, decode = measure(model, [("random", tokens)], decode_steps=4)
+    pieces = [("random", tokens)]
+    prefill, decode = measure(model, pieces, decode_steps=4)
     with torch.no_grad():
         assert torch.equal(model(tokens).logits, before)
-    assert (prefill.kv_len, decode.kv_len) == (300, 302)
+    assert (prefill.kv_len, decode.kv_len) == (304, 290)  # steps at 276, 285, 294 and 303
     assert prefill.gaps.shape == (2, 6, 256)
     assert decode.gaps.shape == (2, 2, 256)
-    # 300 rows are 5 units; unit i of 64 rows sees i + 1 tiles; 5 tiles of keys in decode.
+    # 304 rows are 5 units; unit i of 64 rows sees i + 1 tiles; 5 tiles of keys in decode.
     assert prefill.gaps.sum(-1).tolist() == [[1 + 2 + 3 + 4 + 5] * 6] * 2
     assert decode.gaps.sum(-1).tolist() == [[4 * 5] * 2] * 2
     assert decode.geometry == Geometry.decode(3)
+    # Each step is what comes of the text that ends there, and of one token after another.
+    ends = [("cut", tokens[:, : p + 1]) for p in (276, 285, 294, 303)]
+    alone = [m.gaps for m in measure(model, ends, phases=["decode"], decode_steps=1)]
+    assert torch.equal(sum(alone), decode.gaps)
+
+
+@pytest.mark.llm
+def test_one_text_at_a_time_is_measured():
+    model = tiny_model()
+    with pytest.raises(ValueError, match=r"two is \(2, 8\); expected tokens \(1, length\)"):
+        next(measure(model, [("two", torch.zeros(2, 8, dtype=torch.int64))]))
+    with pytest.raises(ValueError, match="decode_steps is 0"):
+        next(measure(model, [("x", torch.zeros(1, 8, dtype=torch.int64))], decode_steps=0))
 
 
 @pytest.mark.llm
@@ -370,8 +384,10 @@ def test_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(cli, "_load", lambda *_: (model, tokenizer))
     generator = torch.Generator().manual_seed(1)
     for name in ("a", "b"):
-        letters = torch.randint(33, 126, (1100,), generator=generator).tolist()
-        (tmp_path / f"{name}.txt").write_text("".join(map(chr, letters)))
+        letters = torch.randint(33, 126, (1100,), generator=generator)
+        for start in range(0, 1100, 100):  # quiet tiles: decode votes by three heads
+            letters[start + 20 : start + 100] = letters[start + 20]
+        (tmp_path / f"{name}.txt").write_text("".join(map(chr, letters.tolist())))
     (tmp_path / "config.json").write_text("{}")
     arguments = {
         "--texts": tmp_path / "a.txt",
@@ -387,9 +403,9 @@ def test_command(tmp_path, monkeypatch, capsys):
     assert cli.main([*argv, "--two-parameter"]) == 0
     out, err = capsys.readouterr()
     assert "decode: threshold = " in out
-    assert "decode of b (1002 keys): 0." in out
+    assert "decode of b (959 keys): 0." in out
     assert "a has 1100 tokens, too few for 2000" in err
     config = SkipSoftmaxConfig.from_checkpoint(tmp_path / "sparse.json")
     assert config == SkipSoftmaxConfig.from_checkpoint(tmp_path)
-    assert config.coefficients["decode"].length_range == (502, 1002)
+    assert config.coefficients["decode"].length_range == (479, 959)
     assert config.target_sparsity == {"decode": 0.3}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashskip.calibration.curve import Measurement
+from flashskip.calibration.curve import Measurement, pooled
 from flashskip.calibration.fit import calibrate, misses, to_config
 from flashskip.calibration.measure import measure
 from flashskip.calibration.report import write_report
@@ -93,7 +93,10 @@ def _parser() -> argparse.ArgumentParser:
         "--phases", type=_list_of(str), default=list(PHASES), help="default: prefill,decode"
     )
     parser.add_argument(
-        "--decode-steps", type=int, default=32, help="tokens decoded per text; default: 32"
+        "--decode-steps",
+        type=int,
+        default=64,
+        help="positions of each piece of a text that are taken as decode steps; default: 64",
     )
     parser.add_argument("--target", type=float, default=0.5, help="sparsity; default: 0.5")
     parser.add_argument(
@@ -144,18 +147,24 @@ def _texts(files: Sequence[Path] | None) -> list[tuple[str, str]]:
 def _measure(
     model: Any, tokenizer: Any, texts: Sequence[tuple[str, str]], args: argparse.Namespace
 ) -> list[Measurement]:
-    """Measure each text at each length that it has, and tell of the progress."""
-    steps = args.decode_steps if "decode" in args.phases else 0
+    """Measure each text at each length that it has, and tell of the progress.
+
+    A text is cut into as many pieces of a length as fit into the longest, so that every length sees
+    the same tokens.
+    """
+    longest = max(args.lengths)
 
     def pieces() -> Iterator[tuple[str, Tensor]]:
         for name, text in texts:
-            longest = max(args.lengths) + steps
-            tokens = tokenizer(text[: 16 * longest], add_special_tokens=False)["input_ids"]
+            encoded = tokenizer(text[: 16 * longest], add_special_tokens=False)
+            tokens = torch.tensor(encoded["input_ids"][:longest])
             for length in args.lengths:
-                if len(tokens) < length + steps:
+                if len(tokens) < length:
                     print(f"{name} has {len(tokens)} tokens, too few for {length}", file=sys.stderr)
                     continue
                 print(f"measuring {name}, {length} tokens", file=sys.stderr)
-                yield name, torch.tensor([tokens[: length + steps]])
+                for piece in tokens[: len(tokens) // length * length].view(-1, 1, length):
+                    yield name, piece
 
-    return list(measure(model, pieces(), phases=args.phases, decode_steps=args.decode_steps))
+    found = measure(model, pieces(), phases=args.phases, decode_steps=args.decode_steps)
+    return pooled(found)

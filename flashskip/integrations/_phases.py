@@ -43,7 +43,7 @@ class Prefill(Phase):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self.wrapper = BatchPrefillWrapper(_workspace(device))
+        self.wrapper = BatchPrefillWrapper(workspace(device))
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, options: Options
@@ -107,7 +107,7 @@ class Decode(Phase):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self.wrapper = BatchDecodeWrapper(_workspace(device), kv_layout="HND")
+        self.wrapper = BatchDecodeWrapper(workspace(device), kv_layout="HND")
         self._lengths = torch.empty(0, dtype=torch.int32, device=device)
 
     def attend(
@@ -181,7 +181,7 @@ class Decode(Phase):
         )
 
 
-def _workspace(device: torch.device) -> Tensor | None:
+def workspace(device: torch.device) -> Tensor | None:
     """On the CPU, say so to the wrapper by an empty workspace; on a GPU it allocates its own."""
     return torch.empty(0) if device.type == "cpu" else None
 
