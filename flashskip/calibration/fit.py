@@ -160,7 +160,8 @@ def _points(
             f"at least {_FEWEST_POINTS} points at several targets",
             "Measure more or longer texts",
         )
-    return np.array(points, dtype=np.float64).T
+    columns: npt.NDArray[np.float64] = np.array(points, dtype=np.float64).T
+    return columns
 
 
 def _check_alike(measurements: Sequence[Measurement]) -> None:
