@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +15,7 @@ import numpy.typing as npt
 Results = dict[str, Any]
 Record = dict[str, Any]
 PHASES = ("prefill", "decode", "both")
+LIMIT = 0.01  # of perplexity, that counts as harm
 BAR_AT = 0.5  # the achieved sparsity at which perplexity is judged
 AROUND_HALF = (0.45, 0.55)  # levels measured for that alone
 
@@ -122,23 +124,45 @@ def perplexity_table(results: Results) -> str:
 
 
 def half_table(results: Results) -> str:
-    """Return the change of perplexity at 50 % achieved sparsity, by kind of text."""
+    """Return the change of perplexity at 50 % achieved sparsity, and where it passes 1 %."""
     records = results["perplexity"]
     kinds = _values(records, "kind")
-    header = ["tokens", "phase", "all texts", "worst text", *kinds]
+    header = [
+        "tokens",
+        "phase",
+        "all texts",
+        "worst text",
+        *kinds,
+        f"{_percent(LIMIT)} is reached at",
+    ]
     body = []
     for tokens in _values(records, "tokens"):
         for phase in PHASES:
             of_text = at_half(records, tokens, phase)
             if not of_text:
-                body.append([str(tokens), phase, "out of reach", *["–"] * (1 + len(kinds))])
+                body.append([str(tokens), phase, "out of reach", *["–"] * (2 + len(kinds))])
                 continue
             cells = [_percent(np.mean(list(of_text.values()))), _percent(max(of_text.values()))]
             for kind in kinds:
                 own = [x for (_, k), x in of_text.items() if k == kind]
                 cells.append(_percent(np.mean(own)) if own else "–")
+            here = [r for r in records if (r["tokens"], r["phase"]) == (tokens, phase)]
+            share = share_at(here, LIMIT)
+            cells.append("–" if math.isnan(share) else f"{100 * share:.0f} %")
             body.append([str(tokens), phase, *cells])
     return _table(header, body)
+
+
+def share_at(records: Iterable[Record], limit: float) -> float:
+    """Return the achieved share at which the mean change passes a limit; nan if it never does."""
+    at: dict[float, list[tuple[float, float]]] = {}
+    for r in records:
+        at.setdefault(r["level"], []).append((achieved(r), change(r)))
+    means = sorted(tuple(np.mean(pairs, axis=0)) for pairs in at.values())
+    for (share, below), (next_share, above) in itertools.pairwise(means):
+        if below <= limit < above:
+            return float(np.interp(limit, (below, above), (share, next_share)))
+    return math.nan
 
 
 def at_half(records: Iterable[Record], tokens: int, phase: str) -> dict[tuple[str, str], float]:
@@ -204,7 +228,8 @@ def bound_table(results: Results) -> str:
                 f"{100 * x['bound']:.2f} %", f"{100 * x['omitted']:.3f} %", f"{ratio:.1f}",
                 f"{100 * x['output_error']:.2f} %",
             ])  # fmt: skip
-    return _table(header, body)
+    figure = "![bound, omitted mass and output error](figures/accuracy_bound.svg)"
+    return f"{_table(header, body)}\n\n{figure}"
 
 
 _LOCAL = ("achieved", "bound", "omitted", "output_error")

@@ -1,6 +1,8 @@
 """The accuracy benchmark: what it computes is what step after step would give, and says so."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -145,6 +147,20 @@ def test_the_change_at_half_lies_between_two_levels():
     assert report.change_at([], 0.5) is None
     both = record(0.5, 0.4, 2.0) | {"achieved": {"prefill": 0.4, "decode": 0.6}}
     assert report.achieved(both) == pytest.approx(0.5)
+
+
+def test_harm_begins_between_two_levels():
+    records = [record(0.25, 0.3, 2.0), record(0.5, 0.5, 2.0 + math.log(1.04))]
+    assert report.share_at(records, 0.01) == pytest.approx(0.35)
+    assert math.isnan(report.share_at(records, 0.05))
+
+
+def test_the_page_says_what_the_results_say():
+    root = Path(report.__file__).parent.parent
+    results = json.loads((root / "benchmarks" / "results" / "accuracy.json").read_text())
+    page = (root / "docs" / "accuracy.md").read_text()
+    for name, table in report.tables(results).items():
+        assert f"<!-- {name}: begin -->\n{table}\n<!-- {name}: end -->" in page
 
 
 def test_a_page_keeps_what_is_not_between_marks(tmp_path, monkeypatch):
