@@ -216,13 +216,47 @@ def decode(
     return Answer(list(out.cpu().split(rows)), list(lse.cpu().split(rows)), wrapper)
 
 
+def prefill_paged(
+    requests: Sequence[Request],
+    device: str,
+    *,
+    page_size: int = 16,
+    layout: str = "NHD",
+    fill: float = math.nan,
+    **options: Any,
+) -> Answer:
+    """Run prefill on a paged cache, into poisoned outputs."""
+    cache = paged(requests, device, page_size, fill)
+    q, qo_lens = torch.cat([r[0] for r in requests]), [len(r[0]) for r in requests]
+    wrapper = flashskip.BatchPrefillWrapper(workspace(device), layout)
+    shape = (q.shape[1], requests[0][1].shape[1], q.shape[2], page_size)
+    options = {"q_data_type": q.dtype, **options}
+    wrapper.plan_paged(indptr(qo_lens, device), *cache.table, *shape, **options)
+    out, lse = poisoned(q.shape, q.dtype, device), poisoned(q.shape[:2], torch.float32, device)
+    pages = cache.pages if layout == "NHD" else cache.pages.transpose(2, 3).contiguous()
+    wrapper.run(q.to(device), pages, out=out, lse=lse, lse_base="e")
+    return Answer(list(out.cpu().split(qo_lens)), list(lse.cpu().split(qo_lens)), wrapper)
+
+
+PREFILLS = (prefill, prefill_paged)  # what is said of one holds for the other
+
+
 # ---- the same test on the CPU path and on a GPU --------------------------------------------------
 
 
-def prefill_variant(head_dim: int = 128, dtype: torch.dtype = BF16, **options: Any) -> Variant:
+def prefill_variant(
+    head_dim: int = 128, dtype: torch.dtype = BF16, page_size: int = 0, **options: Any
+) -> Variant:
     """The kernel that a prefill with these options launches."""
     wrapper = flashskip.BatchPrefillWrapper(torch.empty(0))
-    return wrapper._variant(PlanOptions(q_data_type=dtype, **options), head_dim, head_dim)
+    return wrapper._variant(
+        PlanOptions(q_data_type=dtype, **options), head_dim, head_dim, page_size
+    )
+
+
+def prefill_variants(*args: Any, **options: Any) -> list[Variant]:
+    """The kernels of PREFILLS."""
+    return [prefill_variant(*args, page_size=size, **options) for size in (0, 16)]
 
 
 def decode_variant(

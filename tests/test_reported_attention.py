@@ -9,8 +9,8 @@ import torch
 from reported import (
     BF16,
     FP16,
+    PREFILLS,
     Request,
-    assert_close,
     assert_right,
     decode,
     decode_variant,
@@ -18,7 +18,9 @@ from reported import (
     on_both,
     paged,
     prefill,
+    prefill_paged,
     prefill_variant,
+    prefill_variants,
     workspace,
 )
 
@@ -26,8 +28,9 @@ import flashskip
 from flashskip import merge_state, merge_states
 from flashskip.variant import DOMAINS
 
-DENSE, CAUSAL = prefill_variant(), prefill_variant(causal=True)
-CAUSAL_STATS = prefill_variant(causal=True, skip_softmax_threshold=0.1, collect_stats=True)
+DENSE, CAUSAL = prefill_variants(), prefill_variants(causal=True)
+CAUSAL_STATS = prefill_variants(causal=True, skip_softmax_threshold=0.1, collect_stats=True)
+ATTENDS = (*PREFILLS, decode)
 DECODE = decode_variant()
 DECODE_STATS = decode_variant(skip_softmax_threshold=0.1, collect_stats=True)
 NAN, INF = math.nan, math.inf
@@ -40,11 +43,12 @@ def ints(*values: int, device: str = "cpu") -> torch.Tensor:
 # ---- E01: empty requests, empty batches ----------------------------------------------------------
 
 
-@on_both(DENSE, CAUSAL)
+@on_both(*DENSE, *CAUSAL)
 @pytest.mark.parametrize("causal", [False, True])
-def test_reported_E01_empty_requests_in_prefill(device: str, causal: bool) -> None:
+@pytest.mark.parametrize("attend", PREFILLS)
+def test_reported_E01_empty_requests_in_prefill(device: str, attend, causal: bool) -> None:
     requests = normal(0, [3, 0, 1, 130, 2], [0, 17, 0, 0, 64])
-    answer = prefill(requests, device, causal=causal)
+    answer = attend(requests, device, causal=causal)
     for i, request in enumerate(requests):
         assert_right(request, answer.out[i], answer.lse[i], causal=causal)
 
@@ -57,7 +61,7 @@ def test_reported_E01_empty_requests_in_decode(device: str) -> None:
         assert_right(request, answer.out[i], answer.lse[i])
 
 
-@on_both(DENSE, DECODE)
+@on_both(*DENSE, DECODE)
 def test_reported_E01_no_requests_at_all(device: str) -> None:
     q, k = (torch.zeros(0, heads, 128, dtype=BF16, device=device) for heads in (8, 2))
     wrapper = flashskip.BatchPrefillWrapper(workspace(device))
@@ -77,14 +81,24 @@ def test_reported_E01_no_requests_at_all(device: str) -> None:
         cache = torch.zeros(pages, 2, 16, 2, 128, dtype=BF16, device=device)
         out, lse = decoder.run(q, cache, return_lse=True)
         assert (out.shape, lse.shape) == ((0, 8, 128), (0, 8))
+        for pointers, last in (
+            (ints(0, device=device), none),
+            (ints(0, 0, device=device), ints(1)),
+        ):
+            wrapper.plan_paged(
+                pointers, pointers, none, last.to(device), 8, 2, 128, 16, q_data_type=BF16
+            )
+            out, lse = wrapper.run(q, cache, return_lse=True)
+            assert (out.shape, lse.shape) == ((0, 8, 128), (0, 8))
     if device == "cuda":
         torch.cuda.synchronize()
 
 
-@on_both(prefill_variant(64))
-def test_reported_E01_longest_query_of_one(device: str) -> None:
+@on_both(*prefill_variants(64))
+@pytest.mark.parametrize("attend", PREFILLS)
+def test_reported_E01_longest_query_of_one(device: str, attend) -> None:
     requests = normal(0, [0, 1, 0, 1], [0, 3, 0, 5], (9, 3), 64)
-    answer = prefill(requests, device)
+    answer = attend(requests, device)
     for i, request in enumerate(requests):
         assert_right(request, answer.out[i], answer.lse[i])
 
@@ -107,26 +121,29 @@ def assert_blind_rows(out: torch.Tensor, lse: torch.Tensor) -> None:
     torch.testing.assert_close(lse[33:], expected, rtol=1e-5, atol=1e-3)
 
 
-@on_both(CAUSAL)
-def test_reported_E03_rows_that_see_nothing(device: str) -> None:
-    answer = prefill([blind_rows()], device, causal=True)
+@on_both(*CAUSAL)
+@pytest.mark.parametrize("attend", PREFILLS)
+def test_reported_E03_rows_that_see_nothing(device: str, attend) -> None:
+    answer = attend([blind_rows()], device, causal=True)
     assert_blind_rows(answer.out[0], answer.lse[0])
 
 
-@on_both(CAUSAL)
-def test_reported_E03_300_queries_on_one_key(device: str) -> None:
+@on_both(*CAUSAL)
+@pytest.mark.parametrize("attend", PREFILLS)
+def test_reported_E03_300_queries_on_one_key(device: str, attend) -> None:
     (request,) = normal(2, [300], [1])
-    answer = prefill([request], device, causal=True)
+    answer = attend([request], device, causal=True)
     assert (answer.out[0][:299] == 0).all()
     assert (answer.lse[0][:299] == -INF).all()
     assert torch.equal(answer.out[0][299], request[2][0].repeat_interleave(4, 0))
 
 
-@on_both(CAUSAL_STATS)
-def test_reported_E03_while_skipping(device: str) -> None:
+@on_both(*CAUSAL_STATS)
+@pytest.mark.parametrize("attend", PREFILLS)
+def test_reported_E03_while_skipping(device: str, attend) -> None:
     (second,) = normal(3, [7], [40], (32, 8))
     options = {"causal": True, "collect_stats": True}
-    answer = prefill(
+    answer = attend(
         [blind_rows(), second], device, skip_softmax_threshold_scale_factor=32.0, **options
     )
     assert_blind_rows(answer.out[0], answer.lse[0])
@@ -140,33 +157,42 @@ def test_reported_E03_while_skipping(device: str) -> None:
 UNUSED = (1, 17, 40, 64, 8192)  # the last one is split over CTAs
 
 
+E06_COUNTS = {"skip_softmax_threshold": 0.1, "collect_stats": True}
+
+
 @on_both(
-    *(decode_variant(4, d, t) for d in (64, 128) for t in (BF16, FP16)),
     *(
-        decode_variant(4, d, t, skip_softmax_threshold=0.1, collect_stats=True)
+        make(d, t, **options)
         for d in (64, 128)
         for t in (BF16, FP16)
-    ),
+        for options in ({}, E06_COUNTS)
+        for make in (
+            lambda d, t, **o: decode_variant(4, d, t, **o),
+            lambda d, t, **o: prefill_variant(d, t, 16, **o),
+        )
+    )
 )
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("factor", [None, 32.0])
+@pytest.mark.parametrize("attend", [decode, prefill_paged])
 def test_reported_E06_unused_slots_change_no_bit(
-    device: str, head_dim: int, dtype: torch.dtype, factor: float | None
+    device: str, attend, head_dim: int, dtype: torch.dtype, factor: float | None
 ) -> None:
     lengths = UNUSED if device == "cuda" else (*UNUSED[:4], 1000)
-    requests = normal(6, [1] * 5, lengths, head_dim=head_dim, dtype=dtype)
+    qo_lens = [1] * 5 if attend is decode else [1, 3, 40, 64, 2]
+    requests = normal(6, qo_lens, lengths, head_dim=head_dim, dtype=dtype)
     options = {"skip_softmax_threshold_scale_factor": factor, "collect_stats": factor is not None}
-    clean = decode(requests, device, fill=0.0, **options)
+    clean = attend(requests, device, fill=0.0, **options)
     for fill in (NAN, INF, -INF, 65504.0):
-        answer = decode(requests, device, fill=fill, **options)
+        answer = attend(requests, device, fill=fill, **options)
         assert answer.same_as(clean)
         if factor is not None:
             assert torch.equal(answer.wrapper.stats, clean.wrapper.stats)
     assert all(t.isfinite().all() for t in clean.out)
 
 
-@on_both(DENSE, prefill_variant(skip_softmax_threshold=0.1, collect_stats=True))
+@on_both(DENSE[0], prefill_variant(skip_softmax_threshold=0.1, collect_stats=True))
 @pytest.mark.parametrize("factor", [None, 32.0])
 def test_reported_E06_rows_past_the_last_key_change_no_bit(
     device: str, factor: float | None
@@ -190,7 +216,7 @@ KV = (1, 16, 129, 1000)
     *(
         v
         for t in (BF16, FP16)
-        for v in (decode_variant(4, 128, t), prefill_variant(128, t, causal=True))
+        for v in (decode_variant(4, 128, t), *prefill_variants(128, t, causal=True))
     )
 )
 @pytest.mark.parametrize("dtype", [BF16, FP16])
@@ -203,17 +229,22 @@ def test_reported_E07_any_group_size(
     for i, request in enumerate(requests):
         assert_right(request, answer.out[i], answer.lse[i])
     requests = normal(7, [1, 16, 129, 3], KV, heads, dtype=dtype)
-    answer = prefill(requests, device, causal=True)
-    for i, request in enumerate(requests):
-        assert_right(request, answer.out[i], answer.lse[i], causal=True)
+    for attend in PREFILLS:
+        answer = attend(requests, device, causal=True)
+        for i, request in enumerate(requests):
+            assert_right(request, answer.out[i], answer.lse[i], causal=True)
 
 
-@on_both(DENSE, DECODE, decode_variant(4, 64), *map(prefill_variant, (64, 96, 256)))
+@on_both(
+    *DENSE, DECODE, decode_variant(4, 64),
+    *(v for head_dim in (64, 96, 256) for v in prefill_variants(head_dim)),
+)  # fmt: skip
 @pytest.mark.parametrize("head_dim", [64, 72, 80, 96, 192, 256])
 def test_reported_E07_a_head_dim_is_right_or_refused(device: str, head_dim: int) -> None:
     requests = normal(7, [1] * 4, KV, head_dim=head_dim)
-    for attend in (prefill, decode):
-        if device == "cuda" and head_dim not in DOMAINS[attend.__name__]["head_dim_vo"]:
+    for attend in ATTENDS:
+        op = "decode" if attend is decode else "prefill"
+        if device == "cuda" and head_dim not in DOMAINS[op]["head_dim_vo"]:
             with pytest.raises(flashskip.UnsupportedVariant, match=r"head_dim.*supported: \d+"):
                 attend(requests, device)
             continue
@@ -222,7 +253,7 @@ def test_reported_E07_a_head_dim_is_right_or_refused(device: str, head_dim: int)
             assert_right(request, answer.out[i], answer.lse[i])
 
 
-@pytest.mark.parametrize("attend", [prefill, decode])
+@pytest.mark.parametrize("attend", ATTENDS)
 def test_reported_E07_heads_that_do_not_divide(attend) -> None:
     with pytest.raises(ValueError, match="num_qo_heads is 10 with num_kv_heads=4"):
         attend(normal(7, [1], [5], (10, 4)), "cpu")
@@ -240,8 +271,8 @@ def huge(keys: int, qo_len: int = 1) -> Request:
     )
 
 
-@on_both(DENSE, decode_variant(1))
-@pytest.mark.parametrize("attend", [prefill, decode])
+@on_both(*DENSE, decode_variant(1))
+@pytest.mark.parametrize("attend", ATTENDS)
 def test_reported_E08_one_key_of_minus_half_a_million(device: str, attend) -> None:
     answer = attend([huge(1)], device)
     assert (answer.out[0] == 1).all()
@@ -249,13 +280,13 @@ def test_reported_E08_one_key_of_minus_half_a_million(device: str, attend) -> No
 
 
 @on_both(
-    DENSE,
+    *DENSE,
     decode_variant(1),
-    prefill_variant(skip_softmax_threshold=0.1, collect_stats=True),
+    *prefill_variants(skip_softmax_threshold=0.1, collect_stats=True),
     decode_variant(1, skip_softmax_threshold=0.1, collect_stats=True),
 )
 @pytest.mark.parametrize("factor", [None, 0.01])
-@pytest.mark.parametrize("attend", [prefill, decode])
+@pytest.mark.parametrize("attend", ATTENDS)
 def test_reported_E08_the_larger_of_two_wins(device: str, attend, factor: float | None) -> None:
     q, k, v = huge(2)
     k[1, :, 0] = -62
@@ -271,20 +302,21 @@ def test_reported_E08_the_larger_of_two_wins(device: str, attend, factor: float 
     )
 
 
-@on_both(CAUSAL)
-def test_reported_E08_300_identical_keys(device: str) -> None:
-    out = prefill([huge(300, 300)], device, causal=True).out[0]
+@on_both(*CAUSAL)
+@pytest.mark.parametrize("attend", PREFILLS)
+def test_reported_E08_300_identical_keys(device: str, attend) -> None:
+    out = attend([huge(300, 300)], device, causal=True).out[0]
     assert (out == 1).all()
 
 
 # ---- E11: base of the LSE, merging ---------------------------------------------------------------
 
 
-@on_both(DENSE, DECODE)
+@on_both(*DENSE, DECODE)
 def test_reported_E11_the_base_is_documented_and_kept(device: str) -> None:
     (request,) = normal(10, [1], [1000])
     request = (request[0] * 0, *request[1:])
-    for attend in (prefill, decode):
+    for attend in ATTENDS:
         torch.testing.assert_close(
             attend([request], device).lse[0], torch.full((1, 8), 6.9078), rtol=0, atol=1e-3
         )
@@ -299,8 +331,8 @@ def test_reported_E11_the_base_is_documented_and_kept(device: str) -> None:
     assert "base 2" in (merge_state.__doc__ or "")
 
 
-@on_both(DENSE, DECODE)
-@pytest.mark.parametrize("attend", [prefill, decode])
+@on_both(*DENSE, DECODE)
+@pytest.mark.parametrize("attend", ATTENDS)
 def test_reported_E11_parts_merge_to_the_whole(device: str, attend) -> None:
     (request,) = normal(10, [1], [3136])
     q, k, v = request
@@ -356,7 +388,7 @@ def views(device: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     *(
         v
         for t in (BF16, FP16)
-        for v in (prefill_variant(128, t, causal=True), decode_variant(4, 128, t))
+        for v in (*prefill_variants(128, t, causal=True), decode_variant(4, 128, t))
     )
 )
 @pytest.mark.parametrize("dtype", [BF16, FP16])
@@ -374,13 +406,14 @@ def test_reported_L01_views_equal_copies(device: str, name: str, dtype: torch.dt
     cache = paged(requests, device)
     decoder = flashskip.BatchDecodeWrapper(workspace(device))
     decoder.plan(*cache.table, 32, 8, 128, 16, q_data_type=dtype)
-    assert torch.equal(
-        decoder.run(q, cache.pages), decoder.run(q.contiguous().clone(), cache.pages)
-    )
+    single = torch.arange(len(q) + 1, dtype=torch.int32, device=device)
+    wrapper.plan_paged(single, *cache.table, 32, 8, 128, 16, q_data_type=dtype, causal=True)
+    for each in (decoder, wrapper):
+        assert torch.equal(each.run(q, cache.pages), each.run(q.contiguous().clone(), cache.pages))
     assert torch.equal(q, before)
 
 
-@on_both(DENSE, DECODE)
+@on_both(DENSE[0], DECODE)
 def test_reported_L01_channels_apart_are_refused(device: str) -> None:
     tensors = views(device, BF16)
     wrapper = flashskip.BatchPrefillWrapper(workspace(device))
@@ -398,11 +431,12 @@ def test_reported_L01_channels_apart_are_refused(device: str) -> None:
 # ---- L03: layouts --------------------------------------------------------------------------------
 
 
-@on_both(decode_variant(2), decode_variant(1))
+@on_both(decode_variant(2), decode_variant(1), DENSE[1])
 @pytest.mark.parametrize("kv_heads", [4, 16])  # with 16 the shapes are the same in both layouts
-def test_reported_L03_layouts_hold_the_same(device: str, kv_heads: int) -> None:
+@pytest.mark.parametrize("attend", [decode, prefill_paged])
+def test_reported_L03_layouts_hold_the_same(device: str, attend, kv_heads: int) -> None:
     requests = normal(14, [1] * 3, [3, 16, 50], (kv_heads * (2 if kv_heads == 4 else 1), kv_heads))
-    answers = [decode(requests, device, layout=layout) for layout in ("NHD", "HND")]
+    answers = [attend(requests, device, layout=layout) for layout in ("NHD", "HND")]
     assert answers[0].same_as(answers[1])
     for i, request in enumerate(requests):
         assert_right(request, answers[0].out[i], answers[0].lse[i])
@@ -413,12 +447,14 @@ def test_reported_L03_a_cache_of_the_other_layout_is_refused() -> None:
     cache = paged(requests, "cpu")
     wrapper = flashskip.BatchDecodeWrapper(torch.empty(0), "HND")
     wrapper.plan(*cache.table, 8, 4, 128, 16, q_data_type=BF16)
+    prefiller = flashskip.BatchPrefillWrapper(torch.empty(0), "HND")
+    prefiller.plan_paged(ints(0, 1, 2, 3), *cache.table, 8, 4, 128, 16, q_data_type=BF16)
     q = torch.cat([r[0] for r in requests])
-    for _ in range(2):
+    for each in (wrapper, prefiller, wrapper, prefiller):
         with pytest.raises(
             ValueError, match=r"shape .9, 2, 16, 4, 128.; expected .any, 2, 4, 16, 128."
         ):
-            wrapper.run(q, cache.pages)
+            each.run(q, cache.pages)
     for name in ("nhd", "XYZ"):
         for kind in (flashskip.BatchDecodeWrapper, flashskip.BatchPrefillWrapper):
             with pytest.raises(
@@ -427,21 +463,16 @@ def test_reported_L03_a_cache_of_the_other_layout_is_refused() -> None:
                 kind(kv_layout=name)
 
 
-@on_both(DENSE)
-def test_reported_L03_ragged_tensors_have_one_layout(device: str) -> None:
+def test_reported_L03_ragged_tensors_have_one_layout() -> None:
+    """A flag for a cache has no effect on them, so it is refused."""
     requests = normal(14, [5, 3], [16, 50])
-    q, k, v = (torch.cat(parts).to(device) for parts in zip(*requests, strict=True))
-    outs = []
-    for layout in ("NHD", "HND"):
-        wrapper = flashskip.BatchPrefillWrapper(workspace(device), layout)
-        wrapper.plan(
-            ints(0, 5, 8, device=device),
-            ints(0, 16, 66, device=device),
-            8,
-            2,
-            128,
-            q_data_type=BF16,
+    q, k, v = (torch.cat(parts) for parts in zip(*requests, strict=True))
+    indices = ints(0, 5, 8), ints(0, 16, 66)
+    wrapper = flashskip.BatchPrefillWrapper(torch.empty(0))
+    wrapper.plan(*indices, 8, 2, 128, q_data_type=BF16)
+    for i, request in enumerate(requests):
+        assert_right(request, wrapper.run(q, k, v).split([5, 3])[i])
+    with pytest.raises(ValueError, match=r"kv_layout is 'HND' in a plan of ragged K and V"):
+        flashskip.BatchPrefillWrapper(torch.empty(0), "HND").plan(
+            *indices, 8, 2, 128, q_data_type=BF16
         )
-        outs.append(wrapper.run(q, k, v))
-    assert torch.equal(*outs)
-    assert_close(outs[0].cpu()[:5], prefill(requests, "cpu").out[0])

@@ -22,7 +22,9 @@ from reported import (
     on_both,
     paged,
     prefill,
+    prefill_paged,
     prefill_variant,
+    prefill_variants,
     scores,
     twin_peak,
     workspace,
@@ -33,8 +35,9 @@ import flashskip
 from flashskip import _plan, reference
 
 COUNTED: dict[str, Any] = {"skip_softmax_threshold": 0.1, "collect_stats": True}
-PREFILL, DECODE = prefill_variant(**COUNTED), decode_variant(2, **COUNTED)
-BOTH = {"prefill": (prefill, 128), "decode": (decode, 1)}  # and how many equal query rows
+PREFILL, DECODE = prefill_variants(**COUNTED), decode_variant(2, **COUNTED)
+# And how many equal query rows.
+BOTH = {"prefill": (prefill, 128), "paged prefill": (prefill_paged, 128), "decode": (decode, 1)}
 E = 1e-3  # of an LSE
 
 
@@ -46,7 +49,7 @@ def counts(answer: Answer) -> Tensor:
 # ---- K01: each request's own length --------------------------------------------------------------
 
 
-@on_both(PREFILL, DECODE)
+@on_both(*PREFILL, DECODE)
 @pytest.mark.parametrize("phase", BOTH)
 def test_reported_K01_a_factor_is_divided_by_each_requests_own_length(
     device: str, phase: str
@@ -79,10 +82,13 @@ def test_reported_K01_a_factor_is_divided_by_each_requests_own_length(
 # ---- K03: short contexts -------------------------------------------------------------------------
 
 
-@on_both(PREFILL, DECODE)
-@pytest.mark.parametrize(("phase", "qo_len"), [("prefill", 1), ("prefill", 128), ("decode", 1)])
+@on_both(*PREFILL, DECODE)
+@pytest.mark.parametrize("qo_len", [1, 128])
+@pytest.mark.parametrize("phase", BOTH)
 def test_reported_K03_a_quotient_of_50_runs_dense(device: str, phase: str, qo_len: int) -> None:
-    request = dial(torch.tensor([0, 3, 3.5, 3.75]).repeat_interleave(64), qo_len)
+    request = dial(
+        torch.tensor([0, 3, 3.5, 3.75]).repeat_interleave(64), min(qo_len, BOTH[phase][1])
+    )
     answer = BOTH[phase][0](
         [request],
         device,
@@ -100,7 +106,7 @@ def test_reported_K03_a_quotient_of_50_runs_dense(device: str, phase: str, qo_le
 LENGTHS = (1, 17, 64, 100, 1000, 4999, 5000, 5001, 20000)
 
 
-@on_both(PREFILL, DECODE)
+@on_both(*PREFILL, DECODE)
 @pytest.mark.parametrize("phase", BOTH)
 def test_reported_K03_dense_up_to_the_factor_and_bounded_beyond(device: str, phase: str) -> None:
     attend = BOTH[phase][0]
@@ -169,18 +175,21 @@ def test_reported_K03_one_warning_per_process(caplog: pytest.LogCaptureFixture) 
 
 
 def plan(device: str, requests: list[Request], phase: str, **options: Any) -> Any:
+    qo, kv = (indptr([len(r[i]) for r in requests], device) for i in (0, 1))
+    cache, shape = paged(requests, device), (8, 2, 128, 16)
     if phase == "decode":
-        cache = paged(requests, device)
         wrapper: Any = flashskip.BatchDecodeWrapper(workspace(device))
-        wrapper.plan(*cache.table, 8, 2, 128, 16, q_data_type=BF16, **options)
+        wrapper.plan(*cache.table, *shape, q_data_type=BF16, **options)
+        return wrapper
+    wrapper = flashskip.BatchPrefillWrapper(workspace(device))
+    if phase == "prefill":
+        wrapper.plan(qo, kv, *shape[:3], q_data_type=BF16, **options)
     else:
-        qo, kv = (indptr([len(r[i]) for r in requests], device) for i in (0, 1))
-        wrapper = flashskip.BatchPrefillWrapper(workspace(device))
-        wrapper.plan(qo, kv, 8, 2, 128, q_data_type=BF16, **options)
+        wrapper.plan_paged(qo, *cache.table, *shape, q_data_type=BF16, **options)
     return wrapper
 
 
-@on_both(prefill_variant(), decode_variant(), PREFILL, decode_variant(**COUNTED))
+@on_both(*prefill_variants(), decode_variant(), *PREFILL, decode_variant(**COUNTED))
 @pytest.mark.parametrize("phase", BOTH)
 def test_reported_K06_zero_is_a_threshold_and_none_is_not(device: str, phase: str) -> None:
     attend = BOTH[phase][0]
@@ -322,32 +331,15 @@ def test_reported_K09_tiles_that_no_row_sees_are_not_counted(
     assert answer.wrapper.stats[0].tolist() == [[0, tiles]] * 4
 
 
-@on_both(PREFILL, DECODE)
+@on_both(*PREFILL, DECODE)
 @pytest.mark.parametrize("phase", BOTH)
 def test_reported_K09_counters_add_up_until_reset(device: str, phase: str) -> None:
-    requests = normal(9, [1, 1], [1000, 70], (4, 2))
-    once = counts(BOTH[phase][0](requests, device, skip_softmax_threshold=0.5, collect_stats=True))
-    cache = paged(requests, device)
-    if phase == "decode":
-        wrapper: Any = flashskip.BatchDecodeWrapper(workspace(device))
-        wrapper.plan(
-            *cache.table,
-            4,
-            2,
-            128,
-            16,
-            q_data_type=BF16,
-            skip_softmax_threshold=0.5,
-            collect_stats=True,
-        )
-        inputs: tuple[Tensor, ...] = (torch.cat([r[0] for r in requests]).to(device), cache.pages)
-    else:
-        wrapper = flashskip.BatchPrefillWrapper(workspace(device))
-        pointers = indptr([1, 1], device), indptr([1000, 70], device)
-        wrapper.plan(
-            *pointers, 4, 2, 128, q_data_type=BF16, skip_softmax_threshold=0.5, collect_stats=True
-        )
-        inputs = tuple(torch.cat(parts).to(device) for parts in zip(*requests, strict=True))
+    requests = normal(9, [1, 1], [1000, 70])
+    options = {"skip_softmax_threshold": 0.5, "collect_stats": True}
+    once = counts(BOTH[phase][0](requests, device, **options))
+    wrapper = plan(device, requests, phase, **options)
+    q, k, v = (torch.cat(parts).to(device) for parts in zip(*requests, strict=True))
+    inputs = (q, k, v) if phase == "prefill" else (q, paged(requests, device).pages)
     assert not wrapper.stats.any()
     for times in (1, 2):
         wrapper.run(*inputs)
@@ -356,7 +348,9 @@ def test_reported_K09_counters_add_up_until_reset(device: str, phase: str) -> No
     assert not wrapper.stats.any()
 
 
-@on_both(prefill_variant(skip_softmax_threshold=0.1), decode_variant(2, skip_softmax_threshold=0.1))
+@on_both(
+    *prefill_variants(skip_softmax_threshold=0.1), decode_variant(2, skip_softmax_threshold=0.1)
+)
 @pytest.mark.parametrize("phase", BOTH)
 def test_reported_K09_no_counters_rather_than_zeros(device: str, phase: str) -> None:
     requests = normal(9, [1], [512], (4, 2))
@@ -366,7 +360,7 @@ def test_reported_K09_no_counters_rather_than_zeros(device: str, phase: str) -> 
             read()
 
 
-@on_both(PREFILL, decode_variant(**COUNTED))
+@on_both(*PREFILL, decode_variant(**COUNTED))
 @pytest.mark.parametrize("phase", BOTH)
 def test_reported_K09_a_factor_that_skips_nothing_shows(device: str, phase: str) -> None:
     requests = normal(9, [1], [512])
@@ -375,4 +369,4 @@ def test_reported_K09_a_factor_that_skips_nothing_shows(device: str, phase: str)
     )
     skipped, visited = counts(answer)[0].tolist()
     assert skipped == 0
-    assert visited == 8 * (8 if phase == "prefill" else 2)
+    assert visited == 8 * (2 if phase == "decode" else 8)
