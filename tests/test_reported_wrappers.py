@@ -17,16 +17,16 @@ from reported import (
     normal,
     on_both,
     paged,
-    prefill_variant,
+    prefill_variants,
     workspace,
 )
 from torch import Tensor
 
 import flashskip
 
-CAUSAL = prefill_variant(causal=True)
 ON_CPU = torch.empty(0)
-PHASES = ("prefill", "decode")
+PHASES = ("prefill", "paged prefill", "decode")
+KERNELS = [*prefill_variants(causal=True), decode_variant()]
 
 
 def ints(*values: int, **options: Any) -> Tensor:
@@ -48,6 +48,15 @@ class Call:
             self.shape = [8, 2, 128]
             self.inputs = [q, k, v]
             self.options["causal"] = True
+        elif phase == "paged prefill":
+            cache = paged(self.requests, device, fill=0.0)
+            self.wrapper = flashskip.BatchPrefillWrapper(workspace(device))
+            self.indices = [indptr([1, 1], device), *cache.table]
+            names = ("paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
+            self.names = ["qo_indptr", *names]
+            self.shape = [8, 2, 128, 16]
+            self.inputs = [q, cache.pages]
+            self.options["causal"] = True
         else:
             cache = paged(self.requests, device, fill=0.0)
             self.wrapper = flashskip.BatchDecodeWrapper(workspace(device))
@@ -57,7 +66,8 @@ class Call:
             self.inputs = [q, cache.pages]
 
     def plan(self, **options: Any) -> None:
-        self.wrapper.plan(*self.indices, *self.shape, **{**self.options, **options})
+        plan = self.wrapper.plan_paged if len(self.indices) == 4 else self.wrapper.plan
+        plan(*self.indices, *self.shape, **{**self.options, **options})
 
     def run(self, *inputs: Any, **outputs: Any) -> Any:
         return self.wrapper.run(*(inputs or self.inputs), **outputs)
@@ -95,9 +105,7 @@ def test_reported_P04_indices_of_another_width_are_refused(phase: str, dtype: to
     "device",
     [
         "cpu",
-        pytest.param(
-            "cuda", marks=[pytest.mark.gpu, pytest.mark.variants([CAUSAL, decode_variant()])]
-        ),
+        pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.variants(KERNELS)]),
     ],
 )
 @pytest.mark.parametrize("phase", PHASES)
@@ -132,7 +140,7 @@ def test_reported_P04_what_differs_from_the_plan_is_refused_each_time(
 
 
 @pytest.mark.gpu
-@pytest.mark.variants([CAUSAL, decode_variant()])
+@pytest.mark.variants(KERNELS)
 @pytest.mark.parametrize("phase", PHASES)
 def test_reported_P04_another_device_is_named(phase: str) -> None:
     on_gpu, on_cpu = Call(phase, "cuda"), Call(phase, "cpu")
@@ -214,10 +222,8 @@ def test_reported_P04_a_plan_without_room_leaves_the_earlier_one(
 
 
 @on_both(
-    *(
-        prefill_variant(causal=True, **o)
-        for o in ({}, {"skip_softmax_threshold": 0.1, "collect_stats": True})
-    ),
+    *prefill_variants(causal=True),
+    *prefill_variants(causal=True, skip_softmax_threshold=0.1, collect_stats=True),
     decode_variant(),
     decode_variant(skip_softmax_threshold=0.1, collect_stats=True),
 )
@@ -239,7 +245,7 @@ def test_reported_P01_nothing_stays_of_an_earlier_plan(device: str, phase: str) 
     assert torch.equal(call.wrapper.stats, stats)
     larger = Call(phase, device)  # then a larger batch, whose counters need a new buffer
     larger.indices = [
-        torch.cat([t, t[-1:]]) if n != "indices" else t
+        t if n.endswith("indices") else torch.cat([t, t[-1:]])
         for n, t in zip(call.names, call.indices, strict=True)
     ]
     if phase == "decode":
@@ -320,7 +326,7 @@ def test_inputs_that_are_no_tensors_are_named(call: Call) -> None:
     for bad in (None, [1.0], torch.tensor(1.0)):
         with pytest.raises(TypeError, match="q is"):
             call.run(bad, *kv)
-    with pytest.raises(TypeError, match=r"(k|paged_kv_cache) is (int|NoneType)"):
+    with pytest.raises(TypeError, match=r"paged_kv_cache is int|got no k and v"):
         call.run(q, 3 if len(kv) == 1 else None, *kv[1:])
 
 
@@ -373,7 +379,7 @@ def test_gradients_are_refused_also_for_sinks_and_under_compile(call: Call) -> N
 # ---- I05: torch.compile --------------------------------------------------------------------------
 
 
-@on_both(CAUSAL, decode_variant())
+@on_both(*KERNELS)
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_reported_I05_one_graph_equal_to_eager(device: str, phase: str, backend: str) -> None:
