@@ -6,6 +6,7 @@ import torch
 
 from flashskip._checks import check_indptr, check_pages_contents, check_vector
 from flashskip._options import check_choice, refusal
+from flashskip._outputs import check_no_self_overlap
 from flashskip._paged import cache_tensors, split_cache
 
 
@@ -23,8 +24,8 @@ def append_paged_kv_cache(
 
     The page table describes the cache *after* the append: the last n tokens of each request are
     written, where n is ``k.shape[0] / batch_size``. Works on any device, never waits for the GPU,
-    can be
-    captured in a CUDA graph.
+    can be captured in a CUDA graph. Where requests share a page that is written, the result is
+    undefined.
 
     Parameters
     ----------
@@ -34,8 +35,7 @@ def append_paged_kv_cache(
         One 5-D tensor ``[pages, 2, ...]`` or a pair (k, v) of 4-D tensors in the layout.
     paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len : torch.Tensor
         int32 ``[batch_size + 1]``, ``[num_indices]``, ``[batch_size]``. Every request must hold at
-        least n
-        tokens; this is checked for CPU tensors.
+        least n tokens; this is checked for CPU tensors.
     kv_layout : {"NHD", "HND"}
         ``[pages, (2,) page_size, num_kv_heads, head_dim]``, or with the middle two swapped.
 
@@ -46,10 +46,15 @@ def append_paged_kv_cache(
         the CPU only.
     """
     check_choice("kv_layout", kv_layout, ("NHD", "HND"))
+    caches = _check_cache(cache_tensors(paged_kv_cache), kv_layout)
+    device = caches[0].device
     batch_size = check_indptr("paged_kv_indptr", paged_kv_indptr)
-    check_vector("paged_kv_indices", paged_kv_indices, None, device=k.device)
-    check_vector("paged_kv_last_page_len", paged_kv_last_page_len, batch_size, device=k.device)
-    if k.shape[0] % (batch_size or k.shape[0] + 1) != 0 or k.shape[:2] != v.shape[:2]:
+    check_vector("paged_kv_indptr", paged_kv_indptr, batch_size + 1, device=device)
+    check_vector("paged_kv_indices", paged_kv_indices, None, device=device)
+    check_vector("paged_kv_last_page_len", paged_kv_last_page_len, batch_size, device=device)
+    for name, new, cache in (("k", k, caches[0]), ("v", v, caches[1])):
+        _check_new(name, new, cache)
+    if k.shape[0] % (batch_size or k.shape[0] + 1) != 0 or k.shape[0] != v.shape[0]:
         raise refusal(
             f"k has shape {tuple(k.shape)} and v {tuple(v.shape)} for {batch_size} requests",
             "the same multiple of batch_size in dimension 0",
@@ -57,15 +62,6 @@ def append_paged_kv_cache(
         )
     if batch_size == 0:
         return
-    caches = split_cache(cache_tensors(paged_kv_cache), kv_layout)
-    for cache, new in zip(caches, (k, v), strict=True):
-        if cache.dtype != new.dtype or cache.shape[2:] != new.shape[1:]:
-            raise refusal(
-                f"new tokens are {new.dtype} {tuple(new.shape)} for a cache {cache.dtype} "
-                f"{tuple(cache.shape)}",
-                "the cache's dtype, heads and head_dim",
-                "Convert them, or check kv_layout",
-            )
     page_size = caches[0].shape[1]
     new_tokens = k.shape[0] // batch_size
     pages = paged_kv_indptr[1:] - paged_kv_indptr[:-1]
@@ -88,3 +84,48 @@ def append_paged_kv_cache(
     slot = (position % page_size).flatten().long()
     for cache, new in zip(caches, (k, v), strict=True):
         cache[page, slot] = new
+
+
+def _check_cache(cache: tuple[torch.Tensor, ...], kv_layout: str) -> tuple[torch.Tensor, ...]:
+    """Return views ``[pages, page_size, num_kv_heads, head_dim]`` of a cache, which is written."""
+    names = ("paged_kv_cache",) if len(cache) == 1 else ("paged_kv_cache[0]", "paged_kv_cache[1]")
+    for name, t in zip(names, cache, strict=True):
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(
+                f"{name} is {type(t).__name__}; expected a torch.Tensor. Pass one 5-D tensor or a "
+                "pair (k, v)."
+            )
+        is_whole = t.dim() == 5 and t.shape[1] == 2 if len(cache) == 1 else t.dim() == 4
+        if not is_whole:
+            raise refusal(
+                f"{name} has shape {tuple(t.shape)}",
+                "[pages, 2, ...] with 5 dimensions, or a pair (k, v) of 4 dimensions each",
+                "Pass one of these",
+            )
+        if t.requires_grad:
+            raise refusal(f"{name} requires a gradient", "a cache without", "Pass it detached")
+        check_no_self_overlap(name, t)
+    if len(cache) == 2 and (cache[0].shape[:3], cache[0].device) != (
+        cache[1].shape[:3],
+        cache[1].device,
+    ):
+        raise refusal(
+            f"paged_kv_cache[1] is {tuple(cache[1].shape)} on {cache[1].device}",
+            f"the pages of paged_kv_cache[0], {tuple(cache[0].shape)} on {cache[0].device}",
+            "Make both alike but for head_dim",
+        )
+    return split_cache(cache, kv_layout)
+
+
+def _check_new(name: str, new: object, cache: torch.Tensor) -> None:
+    """Raise unless these are tokens of the cache."""
+    if not isinstance(new, torch.Tensor):
+        raise TypeError(f"{name} is {type(new).__name__}; expected a torch.Tensor. Convert it.")
+    fits = new.dim() == 3 and new.shape[1:] == cache.shape[2:]
+    if not fits or (new.dtype, new.device) != (cache.dtype, cache.device):
+        heads, head_dim = cache.shape[2:]
+        raise refusal(
+            f"{name} is {new.dtype} {tuple(new.shape)} on {new.device}",
+            f"{cache.dtype} [tokens, {heads}, {head_dim}] on {cache.device}, as the cache",
+            "Convert it, or check kv_layout",
+        )

@@ -39,5 +39,56 @@ def test_a_request_shorter_than_what_is_appended_is_refused():
 
 def test_a_cache_of_another_dtype_is_refused():
     k, v = torch.randn(2, 4, 3, 8)
-    with pytest.raises(ValueError, match="cache's dtype"):
+    with pytest.raises(ValueError, match=r"k is torch.float32 .4, 3, 8.*torch.bfloat16 .tokens, 3"):
         flashskip.append_paged_kv_cache(k, v, torch.zeros(6, 2, 4, 3, 8).bfloat16(), *_table())
+
+
+def _append(**changed):
+    k, v = torch.ones(2, 4, 3, 8)
+    indptr, indices, last_page_len = _table()
+    given = {
+        "k": k, "v": v, "paged_kv_cache": torch.zeros(6, 2, 4, 3, 8), "paged_kv_indptr": indptr,
+        "paged_kv_indices": indices, "paged_kv_last_page_len": last_page_len, **changed,
+    }  # fmt: skip
+    flashskip.append_paged_kv_cache(**given)
+    return given["paged_kv_cache"]
+
+
+PAIR = torch.zeros(6, 4, 3, 8)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"k": [1.0]}, "k is list; expected a torch.Tensor"),
+        ({"v": None}, "v is NoneType; expected a torch.Tensor"),
+        ({"k": torch.ones(4, 8)}, r"k is torch.float32 .4, 8. on cpu; expected .*tokens, 3, 8"),
+        ({"k": torch.ones(1, 4, 3, 8)}, r"k is torch.float32 .1, 4, 3, 8. on cpu"),
+        ({"v": torch.ones(4, 3, 8, device="meta")}, r"v is .* on meta; expected .* on cpu"),
+        ({"v": torch.ones(2, 3, 8)}, "expected the same multiple of batch_size"),
+        ({"k": torch.ones(3, 3, 8), "v": torch.ones(3, 3, 8)}, "the same multiple of batch_size"),
+        ({"paged_kv_cache": None}, "paged_kv_cache is NoneType"),
+        ({"paged_kv_cache": 3}, "paged_kv_cache is int"),
+        ({"paged_kv_cache": "ab"}, "paged_kv_cache is str"),
+        ({"paged_kv_cache": (PAIR,)}, "paged_kv_cache has 1 tensors"),
+        ({"paged_kv_cache": (PAIR, 5)}, r"paged_kv_cache\[1\] is int"),
+        ({"paged_kv_cache": PAIR}, r"paged_kv_cache has shape .*expected \[pages, 2, "),
+        ({"paged_kv_cache": torch.zeros(6, 1, 4, 3, 8)}, r"paged_kv_cache has shape"),
+        ({"paged_kv_cache": (PAIR, PAIR[:2])}, r"paged_kv_cache\[1\] is .*expected the pages of"),
+        ({"paged_kv_cache": (PAIR, PAIR[:1].expand(6, -1, -1, -1))}, "elements lie apart"),
+        ({"paged_kv_cache": torch.zeros(6, 2, 4, 3, 8).requires_grad_()}, "requires a gradient"),
+        ({"paged_kv_indices": torch.zeros(3, dtype=torch.int32, device="meta")}, "is on meta"),
+        ({"paged_kv_indptr": [0, 2, 3]}, "paged_kv_indptr is list"),
+    ],
+)
+def test_wrong_arguments_are_named_and_nothing_is_written(changed, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        _append(**changed)
+    assert not PAIR.any()
+    assert int(_append().sum()) == 2 * 4 * 3 * 8
+
+
+def test_k_and_v_may_differ_in_head_dim():
+    cache = torch.zeros(6, 4, 3, 8), torch.zeros(6, 4, 3, 16)
+    _append(v=torch.ones(4, 3, 16), paged_kv_cache=cache)
+    assert [int(t.sum()) for t in cache] == [4 * 3 * 8, 4 * 3 * 16]

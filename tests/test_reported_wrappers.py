@@ -476,11 +476,11 @@ def append(changed: dict[str, Any]) -> Tensor:
             r"last_page_len\[0\] is 5; expected 1 to page_size",
         ),
         ({"paged_kv_indptr": ints(0, 1, 3)}, "indptr ends at 3; expected at most"),
-        ({"v": torch.ones(2, 2, 32)}, "new tokens are"),
-        ({"v": torch.ones(2, 2, 64, dtype=BF16)}, "new tokens are"),
+        ({"v": torch.ones(2, 2, 32)}, "v is torch.float32 .2, 2, 32. on cpu; expected"),
+        ({"v": torch.ones(2, 2, 64, dtype=BF16)}, "v is torch.bfloat16 .2, 2, 64. on cpu"),
         ({"paged_kv_indptr": ints(0), "paged_kv_last_page_len": ints()}, "for 0 requests"),
     ],
-    ids=str,
+    ids=range(7),
 )
 def test_a_refused_append_writes_nothing(changed: dict[str, Any], message: str) -> None:
     cache = torch.zeros(3, 2, 4, 2, 64)
