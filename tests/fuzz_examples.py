@@ -8,24 +8,24 @@ seed. It runs on any device: on the CPU the wrappers run the reference in float3
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 import torch
 from helpers import make_ragged, poison, poisoned
-from paged import Paged, make_paged, to_pages
+from paged import FP8, Paged, make_paged, to_pages
 from torch import Tensor
 
 import flashskip
 from flashskip.variant import Variant, every, matrix
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": FP8}
 EDGES = (0, 1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 385)
 THRESHOLDS = (0.0, 1e-30, 1e-3, 0.02, 0.1, 0.5, 0.9, 1.0)
 
 
-NUMBERS = range(64)  # of the kernels, for tests that are parametrised without working them out
+NUMBERS = range(80)  # of the kernels, for tests that are parametrised without working them out
 
 
 @cache
@@ -40,8 +40,9 @@ def variants() -> tuple[Variant, ...]:
 class Example:
     """A planned wrapper, what it is run on, and what that means to the oracle.
 
-    `qo`, `kv` say where each request's rows lie in `q` and in the gathered `k`, `v`. `alone` lists
-    per request the tensors and places that belong to it and to nobody else.
+    `qo`, `kv` say where each request's rows lie in `q` and in the gathered `k`, `v`, which are the
+    numbers that an FP8 cache and its `scales` stand for. `alone` lists per request the tensors and
+    places that belong to it and to nobody else.
     """
 
     wrapper: Any
@@ -55,6 +56,7 @@ class Example:
     alone: list[list[tuple[Tensor, Any]]]
     lse_base: str
     text: str
+    scales: dict[str, Any] = field(default_factory=dict)
 
     @property
     def rows(self) -> int:
@@ -166,9 +168,12 @@ def draw_decode(v: Variant, rng: random.Random, device: str, longest: int) -> Ex
         kv_lens[0] = 4 * longest  # cut by work boundaries
     batch = make_paged(
         kv_lens, kv_heads * group, kv_heads, v.head_dim_qk, page_size, DTYPES[v.q_dtype],
-        layout=layout, form=form, q_len=q_len, device=device, **draw_content(rng),
+        kv_dtype=DTYPES[v.kv_dtype], layout=layout, form=form, q_len=q_len, device=device,
+        **draw_content(rng),
     )  # fmt: skip
     batch.q = spread(batch.q, rng)
+    if v.kv_dtype == "e4m3":
+        batch.scales = draw_scales(rng, kv_heads, device)
     shares = rng.random() < 0.5 and share_pages(batch, kv_lens, rng)
     beyond = torch.full((rng.randrange(3),), 2**30, dtype=torch.int32, device=device)
     batch.indices = torch.cat([batch.indices, beyond])  # entries that no request uses
@@ -185,8 +190,21 @@ def draw_decode(v: Variant, rng: random.Random, device: str, longest: int) -> Ex
         [_own(batch, i, n, q_len, shares) for i, n in enumerate(kv_lens)],
         rng.choice(["log2", "e"]),
         f"{kv_lens=} {page_size=} {layout} {form} {q_len=} {kv_heads=} {group=} {shares=} "
-        f"{_show(options)}",
+        f"{_show(options)} {_show(batch.scales)}",
+        batch.scales,
     )  # fmt: skip
+
+
+def draw_scales(rng: random.Random, kv_heads: int, device: str) -> dict[str, Any]:
+    """Draw k_scale and v_scale: left out, a number, a tensor for all heads or for each."""
+    scales: dict[str, Any] = {}
+    for name in ("k_scale", "v_scale"):
+        values = [rng.choice([0.25, 0.7, 1.0, 1.5]) for _ in range(kv_heads)]
+        given = rng.choice([None, values[0], values[:1], values])
+        if given is not None:
+            number = isinstance(given, float)
+            scales[name] = given if number else torch.tensor(given, device=device)
+    return scales
 
 
 def share_pages(batch: Paged, kv_lens: list[int], rng: random.Random) -> bool:
@@ -222,6 +240,8 @@ def draw_options(
         "o_data_type": DTYPES[v.o_dtype],
         "sm_scale": rng.choice([None, None, 0.05, 0.2]),
     }
+    if v.kv_dtype != v.q_dtype:
+        options["kv_data_type"] = DTYPES[v.kv_dtype]
     if v.op == "prefill":
         options["causal"] = v.causal
     if v.window:
@@ -231,12 +251,23 @@ def draw_options(
     if v.sinks:
         sinks = [rng.gauss(0, 3) for _ in range(num_qo_heads)]
         options["sinks"] = torch.tensor(sinks, device=device)
-    if v.skip == "threshold":
-        options |= {"vote_kv": v.vote_kv, "collect_stats": v.stats}
-        if v.op == "prefill":
-            options["order"] = v.order
-        options |= draw_threshold(rng, batch_size, device)
-    return options
+    return options | draw_criterion(v, rng, batch_size, device)
+
+
+def draw_criterion(v: Variant, rng: random.Random, batch_size: int, device: str) -> dict[str, Any]:
+    """Draw what decides over tiles, where the kernel decides."""
+    if v.skip == "dense":
+        return {}
+    options: dict[str, Any] = {"vote_kv": v.vote_kv}
+    if v.op == "prefill":
+        options["order"] = v.order
+    if v.skip == "measure":
+        return {**options, "skip_criterion": "measure"}
+    options |= {"collect_stats": v.stats, "collect_bound": v.bound}
+    if v.skip == "budget":
+        budget = rng.choice([1e-6, 1e-3, 0.02, 0.3, 1.0])
+        return {**options, "skip_criterion": "budget", "skip_budget": budget}
+    return options | draw_threshold(rng, batch_size, device)
 
 
 def draw_threshold(rng: random.Random, batch_size: int, device: str) -> dict[str, Any]:

@@ -64,19 +64,21 @@ def test_faults_are_found(op: str, fault: str, monkeypatch: pytest.MonkeyPatch) 
     right, calls = fuzz_judge.run, []
 
     def wrong(x: Any, out: torch.Tensor) -> Any:
-        answer, lse, stats = right(x, out)
+        answer = right(x, out)
         calls.append(x)
         if fault == "output":
-            answer[0, 0, 0] += 0.5
+            answer.out[0, 0, 0] += 0.5
         elif fault == "lse":
-            lse[0, 0] += 0.01
+            answer.lse[0, 0] += 0.01
         elif fault == "count":
-            stats[..., 1] += 1
+            answer.stats[..., 1] += 1
+        elif fault == "bound":
+            answer.bound[0, 0] += 0.01
         elif fault == "unwritten":
-            answer[0, 0, 0] = torch.nan
+            answer.out[0, 0, 0] = torch.nan
         elif len(calls) == 2:
-            answer[0, 0, 0] += 0.5
-        return answer, lse, stats
+            answer.out[0, 0, 0] += 0.5
+        return answer
 
     seed = _one_that_decides_the_first_row(v)
     monkeypatch.setattr(fuzz_judge, "run", wrong)
