@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from dataclasses import dataclass
+from typing import Any
 
 import paged
 import prefill_gpu
 import torch
-from helpers import make_ragged
-from paged import FP8, make_paged
+from helpers import HeadDim, make_ragged, poisoned
+from paged import FP8, make_paged, to_pages
+from torch import Tensor
 
+import flashskip
 from flashskip import _kernels
 from flashskip._jit.compile import Program
 from flashskip.variant import Variant
@@ -22,23 +26,34 @@ from flashskip.variant import Variant
 BF16, FP16 = torch.bfloat16, torch.float16
 SKIPS = {"skip_softmax_threshold": 0.02}
 COUNTS = {**SKIPS, "collect_stats": True}
+CERTIFIES = {**COUNTS, "collect_bound": True}
 MEASURES = {"skip_criterion": "measure"}
+BUDGETS = {"skip_criterion": "budget", "skip_budget": 0.02, "collect_stats": True}
 QO_LENS, KV_LENS = (70, 0, 5, 130, 1, 200), (70, 40, 300, 130, 0, 260)
 PAGED_LENS = (0, 1, 63, 64, 65, 130, 700)
 
-# Head dim, dtype, options of plan().
-PREFILL = (
+# Head dim, dtype, options of plan(), and where there is a page_size also of to_pages().
+PREFILL: tuple[tuple[HeadDim, torch.dtype, dict[str, Any]], ...] = (
     (128, BF16, {"causal": True}),
     (64, FP16, {}),
     (128, BF16, {"causal": True, **COUNTS}),
     (128, FP16, {"order": "descending", "vote_kv": 128, **SKIPS}),
     (64, BF16, {"causal": True, "order": "ascending", "window_left": 90, "logits_soft_cap": 9.0,
                 "sinks": True, **COUNTS}),
+    (96, BF16, {"causal": True, **COUNTS}),
+    ((192, 128), BF16, {"causal": True}),
+    (256, BF16, SKIPS),
+    (128, BF16, {"page_size": 16, "causal": True, **COUNTS}),
+    (128, BF16, {"page_size": 3, "layout": "HND", "form": "strided", "causal": True, **COUNTS}),
+    ((192, 128), FP16, {"page_size": 64, "form": "pair"}),
+    (64, BF16, {"page_size": 1}),
     (128, BF16, {"causal": True, **MEASURES}),
+    (128, BF16, {"causal": True, **CERTIFIES}),
+    (64, FP16, {"causal": True, **BUDGETS, "collect_bound": True}),
 )  # fmt: skip
 
 # Lengths, heads, arguments of make_paged(), options of plan().
-DECODE = (
+DECODE: tuple[tuple[tuple[int, ...], tuple[int, int], dict[str, Any], dict[str, Any]], ...] = (
     (PAGED_LENS, (8, 2), {"head_dim": 128, "page_size": 16}, {}),
     (PAGED_LENS, (8, 2), {"head_dim": 64, "page_size": 3, "dtype": FP16, "layout": "HND"}, {}),
     (PAGED_LENS, (8, 2), {"head_dim": 128, "page_size": 64, "form": "strided"}, COUNTS),
@@ -52,8 +67,109 @@ DECODE = (
     (PAGED_LENS, (8, 2), {"head_dim": 64, "page_size": 5, "kv_dtype": FP8}, {}),
     ((6000, 3, 9000), (24, 2), {"head_dim": 128, "page_size": 16}, COUNTS),  # cut and merged
     ((6000, 3, 9000), (24, 2), {"head_dim": 64, "page_size": 7}, {}),
+    ((6000, 3, 9000), (24, 2), {"head_dim": 128, "page_size": 16}, CERTIFIES),
     (PAGED_LENS, (8, 2), {"head_dim": 64, "page_size": 16}, MEASURES),
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Call:
+    """An example: all tensors that a kernel is given, and how to plan and run it."""
+
+    wrapper: type
+    method: str
+    layout: str
+    indices: dict[str, Tensor]
+    shape: tuple[int, ...]
+    options: dict[str, Any]  # of the plan; some are tensors
+    inputs: tuple[Tensor, ...]  # q, k, v, or q and one or two tensors of a cache
+    scales: dict[str, Tensor]
+    out_shape: tuple[int, int, int]
+
+    def plan(self, workspace: Tensor | None = None) -> Any:
+        """Return a planned wrapper."""
+        wrapper = self.wrapper(workspace, self.layout)
+        getattr(wrapper, self.method)(*self.indices.values(), *self.shape, **self.options)
+        return wrapper
+
+    def run(self, wrapper: Any, **outputs: Any) -> Any:
+        """Run it."""
+        q, *kv = self.inputs
+        if "indices" in self.indices:
+            kv = [kv[0] if len(kv) == 1 else tuple(kv)]
+        return wrapper.run(q, *kv, **self.scales, **outputs)
+
+
+def prefill_call(number: int, device: str) -> Call:
+    """An example of PREFILL."""
+    head_dim, dtype, options = PREFILL[number]
+    batch = make_ragged(QO_LENS, KV_LENS, 3, 1, head_dim, dtype, device=device, hot=0.3, gain=8.0)
+    options = {"q_data_type": dtype, **with_sinks(options, 3, device)}
+    indices = {"qo_indptr": batch.qo_indptr, "kv_indptr": batch.kv_indptr}
+    method, inputs, layout = "plan", (batch.q, batch.k, batch.v), "NHD"
+    shape = (3, 1, batch.q.shape[2], batch.v.shape[2])
+    if "page_size" in options:
+        form = {n: options.pop(n) for n in ("page_size", "layout", "form") if n in options}
+        pages = to_pages(batch, **form)
+        indices = {"qo_indptr": batch.qo_indptr, **_named(pages.table)}
+        method, inputs, layout = "plan_paged", (batch.q, *_tensors(pages.cache)), pages.layout
+        shape = (*shape[:3], pages.page_size)
+        options["head_dim_vo"] = batch.v.shape[2]
+    return Call(
+        flashskip.BatchPrefillWrapper, method, layout, indices, shape, options, inputs, {},
+        batch.out_shape,
+    )  # fmt: skip
+
+
+def decode_call(number: int, device: str) -> Call:
+    """An example of DECODE."""
+    kv_lens, heads, cache, options = DECODE[number]
+    batch = make_paged(kv_lens, *heads, device=device, gain=7.5, **cache)
+    options = {
+        "q_data_type": batch.q.dtype, "kv_data_type": batch.k.dtype,
+        "q_len_per_req": cache.get("q_len", 1), **with_sinks(options, heads[0], device),
+    }  # fmt: skip
+    scales = {}
+    if batch.k.dtype == FP8:
+        scales["k_scale"] = torch.linspace(0.5, 1.5, heads[1], device=device)
+        scales["v_scale"] = torch.full((1,), 2.0, device=device)
+    return Call(
+        flashskip.BatchDecodeWrapper, "plan", batch.layout, _named(batch.table),
+        (*heads, batch.q.shape[2], batch.k.shape[1]), options, (batch.q, *_tensors(batch.cache)),
+        scales, tuple(batch.q.shape),
+    )  # fmt: skip
+
+
+def _named(table: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    return dict(zip(("indptr", "indices", "last_page_len"), table, strict=True))
+
+
+def _tensors(cache: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    return (cache,) if isinstance(cache, Tensor) else cache
+
+
+def with_sinks(options: dict[str, Any], heads: int, device: str) -> dict[str, Any]:
+    """A copy of options, with a tensor where they ask for sinks."""
+    sinks = {"sinks": torch.linspace(-3, 3, heads, device=device)} if "sinks" in options else {}
+    return {**options, **sinks}
+
+
+def prefill_kernel(number: int) -> Variant:
+    """The kernel of an example of PREFILL."""
+    head_dim, dtype, options = PREFILL[number]
+    given = {n: x for n, x in options.items() if n not in ("layout", "form")}
+    return prefill_gpu.variant(head_dim, dtype, **given)
+
+
+def decode_kernel(number: int) -> Variant:
+    """The kernel of an example of DECODE."""
+    _, (num_qo_heads, num_kv_heads), cache, options = DECODE[number]
+    shape = {n: cache[n] for n in ("head_dim", "page_size", "dtype", "q_len") if n in cache}
+    kv_dtype = {"kv_data_type": cache["kv_dtype"]} if "kv_dtype" in cache else {}
+    return paged.variant(num_qo_heads // num_kv_heads, **shape, **kv_dtype, **options)
+
+
+# ---- the process that compute-sanitizer watches --------------------------------------------------
 
 
 def compile_with_line_info() -> None:
@@ -67,53 +183,25 @@ def compile_with_line_info() -> None:
     _kernels.program_for = program_for
 
 
-def prefill_kernel(number: int) -> Variant:
-    """The kernel of an example of PREFILL."""
-    head_dim, dtype, options = PREFILL[number]
-    return prefill_gpu.variant(head_dim, dtype, **options)
-
-
-def decode_kernel(number: int) -> Variant:
-    """The kernel of an example of DECODE."""
-    _, (num_qo_heads, num_kv_heads), cache, options = DECODE[number]
-    shape = {n: cache[n] for n in ("head_dim", "page_size", "dtype", "q_len") if n in cache}
-    kv_dtype = {"kv_data_type": cache["kv_dtype"]} if "kv_dtype" in cache else {}
-    return paged.variant(num_qo_heads // num_kv_heads, **shape, **kv_dtype, **options)
-
-
-def with_sinks(options: dict, heads: int, device: str) -> dict:
-    """Options with a tensor where they ask for sinks."""
-    if "sinks" not in options:
-        return options
-    return {**options, "sinks": torch.linspace(-3, 3, heads, device=device)}
+def launch(call: Call, device: str) -> Variant:
+    """Run into poisoned outputs; returns the kernel."""
+    wrapper = call.plan(torch.empty(0) if device == "cpu" else None)
+    out = poisoned(call.out_shape, call.inputs[0].dtype, device)
+    lse = poisoned(call.out_shape[:2], torch.float32, device)
+    call.run(wrapper, out=out, lse=lse)
+    assert not out.isnan().any()
+    assert not lse.isnan().any()
+    return wrapper.variant
 
 
 def prefill(device: str = "cuda") -> list[Variant]:
     """Run all of PREFILL; returns the kernels."""
-    launched = []
-    for head_dim, dtype, options in PREFILL:
-        batch = make_ragged(
-            QO_LENS, KV_LENS, 3, 1, head_dim, dtype, device=device, hot=0.3, gain=8.0
-        )
-        wrapper = prefill_gpu.plan(batch, **with_sinks(options, 3, device))
-        out, lse = prefill_gpu.run(wrapper, batch)
-        assert not out.isnan().any()
-        assert not lse.isnan().any()
-        launched.append(wrapper.variant)
-    return launched
+    return [launch(prefill_call(number, device), device) for number in range(len(PREFILL))]
 
 
 def decode(device: str = "cuda") -> list[Variant]:
     """Run all of DECODE; returns the kernels."""
-    launched = []
-    for kv_lens, heads, cache, options in DECODE:
-        batch = make_paged(kv_lens, *heads, device=device, gain=7.5, **cache)
-        wrapper = paged.plan(batch, **with_sinks(options, heads[0], device))
-        out, lse = paged.run(wrapper, batch)
-        assert not out.isnan().any()
-        assert not lse.isnan().any()
-        launched.append(wrapper.variant)
-    return launched
+    return [launch(decode_call(number, device), device) for number in range(len(DECODE))]
 
 
 if __name__ == "__main__":

@@ -6,25 +6,23 @@ a bit between the two runs. (Reads that do not matter are seen by `test_sanitize
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from fences import HARMLESS, POISON, Fences
-from helpers import make_ragged
-from paged import make_paged
 from sanitize_target import (
     DECODE,
-    KV_LENS,
     PREFILL,
-    QO_LENS,
+    Call,
+    decode_call,
     decode_kernel,
+    prefill_call,
     prefill_kernel,
-    with_sinks,
 )
 from torch import Tensor
-
-import flashskip
 
 
 def on_a_gpu_and_once_on_the_cpu(examples: tuple[Any, ...], one: int) -> pytest.MarkDecorator:
@@ -34,58 +32,67 @@ def on_a_gpu_and_once_on_the_cpu(examples: tuple[Any, ...], one: int) -> pytest.
     return pytest.mark.parametrize(("number", "device"), [(one, "cpu"), *on_gpu])
 
 
-def every_source(options: dict[str, Any], batch_size: int, device: str) -> list[dict[str, Any]]:
-    """The same options with a number, a live threshold, and a live factor and lengths.
+def every_source(call: Call, device: str) -> Iterator[Call]:
+    """The same with a number, a live threshold, and a live factor and lengths.
 
     On the CPU, which is slow, the last alone.
     """
-    if "skip_softmax_threshold" not in options:
-        return [options]
-    rest = {n: x for n, x in options.items() if n != "skip_softmax_threshold"}
-    value = options["skip_softmax_threshold"]
-    lengths = torch.arange(batch_size, dtype=torch.int32, device=device) * 90
+    value = call.options.get("skip_softmax_threshold")
+    if value is None:
+        yield call
+        return
+    rest = {n: x for n, x in call.options.items() if n != "skip_softmax_threshold"}
+    batch_size = len(next(iter(call.indices.values()))) - 1
     live = torch.full((batch_size,), value, device=device)
+    lengths = torch.arange(batch_size, dtype=torch.int32, device=device) * 90
     factor = {"skip_softmax_threshold_scale_factor": 200 * live, "threshold_kv_len": lengths}
-    sources = [options, {**rest, "skip_softmax_threshold": live}, {**rest, **factor}]
-    return sources if device == "cuda" else sources[-1:]
+    sources = [call.options, {**rest, "skip_softmax_threshold": live}, {**rest, **factor}]
+    for options in sources if device == "cuda" else sources[-1:]:
+        yield replace(call, options=options)
 
 
-def run_between_fences(
-    fill: int,
-    wrapper_of: Any,
-    indices: dict[str, Tensor],
-    inputs: tuple[Tensor, ...],
-    options: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> list[Tensor]:
+def fenced(call: Call, fences: Fences) -> Call:
+    """The same call with all of its tensors between fences."""
+
+    def put(tensors: dict[str, Any]) -> dict[str, Any]:
+        given = {n: x for n, x in tensors.items() if isinstance(x, Tensor)}
+        return {**tensors, **{n: fences.put(n, t) for n, t in given.items()}}
+
+    inputs = put({f"input {i}": t for i, t in enumerate(call.inputs)})
+    return replace(
+        call, indices=put(call.indices), options=put(call.options), scales=put(call.scales),
+        inputs=tuple(inputs.values()),
+    )  # fmt: skip
+
+
+def run_between_fences(call: Call, fill: int, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Plan and run with all tensors between fences; returns all that was written."""
-    fences, device, q = Fences(fill), inputs[0].device, inputs[0]
-    options = {n: fences.put(n, x) if isinstance(x, Tensor) else x for n, x in options.items()}
-    fenced_indices = [fences.put(n, t) for n, t in indices.items()]
-    fenced = [fences.put(f"input {i}", t) for i, t in enumerate(inputs)]
-    out = fences.empty("out", tuple(q.shape), q.dtype, device)
-    lse = fences.empty("lse", tuple(q.shape[:2]), torch.float32, device)
-    wrapper, plan = wrapper_of(None if device.type == "cuda" else torch.empty(0))
-    plan(wrapper, fenced_indices, options)
+    fences, device = Fences(fill), call.inputs[0].device
+    call = fenced(call, fences)
+    out = fences.empty("out", call.out_shape, call.inputs[0].dtype, device)
+    lse = fences.empty("lse", call.out_shape[:2], torch.float32, device)
+    on_gpu = device.type == "cuda"
+    wrapper = call.plan(None if on_gpu else torch.empty(0))
     with monkeypatch.context() as patch:
-        if device.type == "cuda":
+        if on_gpu:
             space = fences.empty("workspace", (wrapper.workspace_bytes,), torch.uint8, device)
-            wrapper, plan = wrapper_of(space)
             patch.setattr(torch, "zeros", fences.allocator("a buffer of the wrapper", 0))
             patch.setattr(torch, "empty", fences.allocator("an output of the wrapper", None))
-        plan(wrapper, fenced_indices, options)
-        answer = wrapper.run(*fenced, out=out, lse=lse, return_lse=True)
+            wrapper = call.plan(space)
+        answer = call.run(wrapper, out=out, lse=lse, return_lse=True)
     written = [t.clone() for t in answer]
-    if options.get("collect_stats"):
-        assert device.type == "cpu" or fences.hold(wrapper.stats)
-        written.append(wrapper.stats.clone())
-    assert device.type == "cpu" or all(map(fences.hold, answer))
+    counters = {"stats": call.options.get("collect_stats")}
+    counters["gaps"] = call.options.get("skip_criterion") == "measure"
+    for name in (name for name, asked in counters.items() if asked):
+        assert not on_gpu or fences.hold(getattr(wrapper, name)), f"{name} has no fence"
+        written.append(getattr(wrapper, name).clone())
+    assert not on_gpu or all(map(fences.hold, answer))
     assert fences.broken() == []
     return written
 
 
-def assert_fences_do_not_matter(*call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    poisoned, harmless = (run_between_fences(f, *call, monkeypatch) for f in (POISON, HARMLESS))
+def assert_fences_do_not_matter(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    poisoned, harmless = (run_between_fences(call, f, monkeypatch) for f in (POISON, HARMLESS))
     for a, b in zip(poisoned, harmless, strict=True):
         assert torch.equal(a, b)
         assert not a.isnan().any()
@@ -94,49 +101,15 @@ def assert_fences_do_not_matter(*call: Any, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.variants(lambda number: [prefill_kernel(number)])
 @on_a_gpu_and_once_on_the_cpu(PREFILL, 4)
 def test_prefill(number: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    head_dim, dtype, options = PREFILL[number]
-    batch = make_ragged(QO_LENS, KV_LENS, 3, 1, head_dim, dtype, device=device, hot=0.3, gain=8.0)
-    options = {"q_data_type": dtype, **with_sinks(options, 3, device)}
-
-    def wrapper_of(space: Tensor | None) -> Any:
-        return flashskip.BatchPrefillWrapper(space), lambda wrapper, indices, options: wrapper.plan(
-            *indices, 3, 1, head_dim, **options
-        )
-
-    indices = {"qo_indptr": batch.qo_indptr, "kv_indptr": batch.kv_indptr}
-    for each in every_source(options, len(QO_LENS), device):
-        assert_fences_do_not_matter(
-            wrapper_of, indices, (batch.q, batch.k, batch.v), each, monkeypatch=monkeypatch
-        )
+    for call in every_source(prefill_call(number, device), device):
+        assert_fences_do_not_matter(call, monkeypatch)
 
 
 @pytest.mark.variants(lambda number: [decode_kernel(number)])
 @on_a_gpu_and_once_on_the_cpu(DECODE, 4)
 def test_decode(number: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kv_lens, heads, cache, options = DECODE[number]
-    batch = make_paged(kv_lens, *heads, device=device, gain=7.5, **cache)
-    shape = (*heads, batch.q.shape[2], batch.k.shape[1])
-    options = {"q_data_type": batch.q.dtype, **with_sinks(options, heads[0], device)}
-
-    def wrapper_of(space: Tensor | None) -> Any:
-        wrapper = flashskip.BatchDecodeWrapper(space, batch.layout)
-        return wrapper, lambda wrapper, indices, options: wrapper.plan(
-            *indices, *shape, q_len_per_req=cache.get("q_len", 1), **options
-        )
-
-    indices = dict(zip(("indptr", "indices", "last_page_len"), batch.table, strict=True))
-    both = batch.cache if isinstance(batch.cache, tuple) else batch.cache.unbind(1)
-
-    def paired(space: Tensor | None) -> Any:
-        wrapper, plan = wrapper_of(space)
-        run = wrapper.run
-        wrapper.run = lambda q, k, v, **outputs: run(q, (k, v), **outputs)
-        return wrapper, plan
-
-    for each in every_source(options, len(kv_lens), device):
-        assert_fences_do_not_matter(
-            paired, indices, (batch.q, *both), each, monkeypatch=monkeypatch
-        )
+    for call in every_source(decode_call(number, device), device):
+        assert_fences_do_not_matter(call, monkeypatch)
 
 
 def test_a_broken_fence_is_seen() -> None:
