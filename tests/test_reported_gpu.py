@@ -36,6 +36,7 @@ pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 HEADS = (32, 8)
 DENSE, CAUSAL, DECODE = prefill_variant(), prefill_variant(causal=True), decode_variant()
+PAGED_PREFILLS = [prefill_variant(page_size=size) for size in (16, 5)]
 DECODE_STATS = decode_variant(skip_softmax_threshold=0.1, collect_stats=True)
 
 
@@ -57,27 +58,36 @@ def assert_all_right(requests: list[Request], out: Tensor) -> None:
 # ---- S01: offsets beyond 31 bits -----------------------------------------------------------------
 
 
-@pytest.mark.variants([DECODE])
+@pytest.mark.variants([DECODE, PAGED_PREFILLS[0]])
 def test_reported_S01_a_pool_of_140001_pages() -> None:
     k, v = (torch.zeros(140_001, 16, 8, 128, dtype=BF16, device=DEVICE) for _ in range(2))
     pages = [0, 65536, 131071, 131072, 140000]
     for value, page in enumerate(pages, 1):
         v[page] = value
-    wrapper = plan_decode((ints(0, 1, 2, 3, 4, 5), ints(*pages), ints(16, 16, 16, 16, 16)))
-    out = wrapper.run(torch.ones(5, 32, 128, dtype=BF16, device=DEVICE), (k, v))
-    assert torch.equal(
-        out, torch.arange(1, 6, device=DEVICE)[:, None, None].expand_as(out).to(BF16)
-    )
+    table = ints(0, 1, 2, 3, 4, 5), ints(*pages), ints(16, 16, 16, 16, 16)
+    prefiller = flashskip.BatchPrefillWrapper()
+    prefiller.plan_paged(ints(0, 1, 2, 3, 4, 5), *table, *HEADS, 128, 16, q_data_type=BF16)
+    expected = torch.arange(1, 6, device=DEVICE)[:, None, None].expand(5, 32, 128).to(BF16)
+    for wrapper in (plan_decode(table), prefiller):
+        out = wrapper.run(torch.ones(5, 32, 128, dtype=BF16, device=DEVICE), (k, v))
+        assert torch.equal(out, expected)
 
 
-@pytest.mark.variants([DECODE])
-def test_reported_S01_k_and_v_in_one_buffer() -> None:
-    cache = torch.zeros(70_001, 2, 16, 8, 128, dtype=BF16, device=DEVICE)
-    cache[65536, 1], cache[70000, 1] = 3, 7
-    wrapper = plan_decode((ints(0, 1, 2), ints(65536, 70000), ints(16, 16)))
-    out = wrapper.run(torch.ones(2, 32, 128, dtype=BF16, device=DEVICE), cache)
-    assert (out[0] == 3).all()
-    assert (out[1] == 7).all()
+@pytest.mark.variants([DECODE, *PAGED_PREFILLS])
+@pytest.mark.parametrize("page_size", [16, 5])
+def test_reported_S01_k_and_v_in_one_buffer(page_size: int) -> None:
+    cache = torch.zeros(1_120_016 // page_size, 2, page_size, 8, 128, dtype=BF16, device=DEVICE)
+    last = len(cache) - 1
+    cache[last - 4000, 1], cache[last, 1] = 3, 7
+    table = ints(0, 1, 2), ints(last - 4000, last), ints(page_size, page_size)
+    q = torch.ones(2, 32, 128, dtype=BF16, device=DEVICE)
+    decoder, prefiller = flashskip.BatchDecodeWrapper(), flashskip.BatchPrefillWrapper()
+    decoder.plan(*table, *HEADS, 128, page_size, q_data_type=BF16)
+    prefiller.plan_paged(ints(0, 1, 2), *table, *HEADS, 128, page_size, q_data_type=BF16)
+    for wrapper in (decoder, prefiller):
+        out = wrapper.run(q, cache)
+        assert (out[0] == 3).all()
+        assert (out[1] == 7).all()
 
 
 @pytest.mark.variants([DENSE])

@@ -25,7 +25,8 @@ from reported import (
     normal,
     paged,
     prefill,
-    prefill_variant,
+    prefill_paged,
+    prefill_variants,
 )
 from torch import Tensor
 
@@ -38,18 +39,18 @@ pytestmark = pytest.mark.two_gpus
 HEADS = (32, 8)
 SKIPS: dict[str, Any] = {"skip_softmax_threshold": 0.9, "collect_stats": True}
 CAUSAL: dict[str, Any] = {"causal": True}
-DENSE = [prefill_variant(), prefill_variant(**CAUSAL), decode_variant()]
-SKIPPING = [prefill_variant(**CAUSAL, **SKIPS), decode_variant(**SKIPS)]
+DENSE = [*prefill_variants(), *prefill_variants(**CAUSAL), decode_variant()]
+SKIPPING = [*prefill_variants(**CAUSAL, **SKIPS), decode_variant(**SKIPS)]
 GPUS = ("cuda:0", "cuda:1")
-BOTH = pytest.mark.parametrize("attend", [prefill, decode])
+EACH = pytest.mark.parametrize("attend", [prefill, prefill_paged, decode])
 
 
 def options_of(attend: Callable[..., Any], **options: Any) -> dict[str, Any]:
-    return {**options, **(CAUSAL if attend is prefill else {})}
+    return {**options, **({} if attend is decode else CAUSAL)}
 
 
 def requests_of(attend: Callable[..., Any], seed: int = 18) -> list[Request]:
-    qo_lens = [1, 70, 300] if attend is prefill else [1] * 3
+    qo_lens = [1] * 3 if attend is decode else [1, 70, 300]
     return normal(seed, qo_lens, [1, 100, 5000], HEADS)
 
 
@@ -65,7 +66,7 @@ def _current_device_stays() -> Any:
 
 
 @pytest.mark.variants([*DENSE, *SKIPPING])
-@BOTH
+@EACH
 @pytest.mark.parametrize("more", [{}, SKIPS], ids=["dense", "skipping"])
 def test_reported_C01_tensors_on_another_gpu(attend: Callable[..., Any], more: Any) -> None:
     requests, options = requests_of(attend), options_of(attend, **more)
@@ -88,7 +89,7 @@ def test_reported_C01_tensors_on_another_gpu(attend: Callable[..., Any], more: A
             assert_right(request, first.out[i], first.lse[i], causal=True)
 
 
-@BOTH
+@EACH
 def test_reported_C01_two_threads_and_a_cold_cache(
     attend: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -172,7 +173,7 @@ def test_reported_P04_metadata_on_another_gpu_is_refused() -> None:
 
 
 @pytest.mark.variants([*DENSE, *SKIPPING])
-@BOTH
+@EACH
 @pytest.mark.parametrize("more", [{}, SKIPS], ids=["dense", "skipping"])
 def test_tensor_parallel_heads(attend: Callable[..., Any], more: Any) -> None:
     """Half of the heads on each GPU: the same decisions, and the same results, as all on one."""
@@ -194,7 +195,7 @@ def test_tensor_parallel_heads(attend: Callable[..., Any], more: Any) -> None:
 
 
 @pytest.mark.variants(DENSE)
-@BOTH
+@EACH
 @pytest.mark.parametrize("sinks", [False, True])
 def test_context_parallel_halves_merge_to_the_whole(
     attend: Callable[..., Any], sinks: bool
@@ -234,7 +235,7 @@ def test_states_on_two_gpus_are_not_merged_in_silence() -> None:
 
 
 @pytest.mark.variants(SKIPPING)
-@BOTH
+@EACH
 def test_a_graph_of_the_other_gpu_is_replayed_from_here(attend: Callable[..., Any]) -> None:
     requests, options = requests_of(attend), options_of(attend, **SKIPS)
     expected: Answer = attend(requests, "cuda:1", **options)
@@ -253,7 +254,7 @@ def test_a_graph_of_the_other_gpu_is_replayed_from_here(attend: Callable[..., An
 
 
 @pytest.mark.variants(SKIPPING)
-@BOTH
+@EACH
 def test_a_stream_of_the_other_gpu(attend: Callable[..., Any]) -> None:
     requests, options = requests_of(attend), options_of(attend, **SKIPS)
     expected: Answer = attend(requests, "cuda:1", **options)
