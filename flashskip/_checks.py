@@ -8,6 +8,8 @@ import torch
 
 from flashskip._options import refusal
 
+BATCH_SIZE = "the batch size, which is len(indptr) - 1"
+
 
 def check_count(name: str, value: object, least: int = 1) -> None:
     """Raise unless `value` is an int of at least `least`."""
@@ -43,6 +45,7 @@ def check_vector(
     *,
     dtype: torch.dtype = torch.int32,
     device: torch.device | None = None,
+    length_is: str = BATCH_SIZE,
 ) -> None:
     """Raise unless `t` is a contiguous vector of this dtype, length and device."""
     if not isinstance(t, torch.Tensor):
@@ -63,7 +66,7 @@ def check_vector(
         raise refusal(
             f"{name} has {t.shape[0]} entries",
             f"{length}",
-            "Make it match the batch size, which is len(indptr) - 1",
+            f"Make it match {length_is}",
         )
     if not t.is_contiguous():
         raise refusal(
@@ -129,12 +132,16 @@ def check_pages_contents(
     last_page_len: torch.Tensor,
     page_size: int,
     num_pages: int | None = None,
+    prefix: str = "paged_kv_",
 ) -> None:
-    """Raise unless a page table describes pages that exist, filled within their size."""
+    """Raise unless a page table describes pages that exist, filled within their size.
+
+    The arguments' names in messages begin with `prefix`.
+    """
     if int(indptr[-1]) > indices.shape[0]:
         raise refusal(
-            f"paged_kv_indptr ends at {int(indptr[-1])}",
-            f"at most len(paged_kv_indices), {indices.shape[0]}",
+            f"{prefix}indptr ends at {int(indptr[-1])}",
+            f"at most len({prefix}indices), {indices.shape[0]}",
             "Pass the page ids of every request",
         )
     has_pages = indptr[1:] > indptr[:-1]
@@ -142,9 +149,9 @@ def check_pages_contents(
     if bool(bad.any()):
         i = int(bad.nonzero()[0])
         raise ValueError(
-            f"paged_kv_last_page_len[{i}] is {int(last_page_len[i])}; expected 1 to page_size "
+            f"{prefix}last_page_len[{i}] is {int(last_page_len[i])}; expected 1 to page_size "
             f"({page_size}). "
-            "Drop empty pages from paged_kv_indices instead."
+            f"Drop empty pages from {prefix}indices instead."
         )
     used = indices[: int(indptr[-1])]
     outside = used < 0
@@ -156,7 +163,7 @@ def check_pages_contents(
             "0 or more" if num_pages is None else f"0 to {num_pages - 1}, the pages of the cache"
         )
         raise ValueError(
-            f"paged_kv_indices[{i}] is {int(used[i])}; expected {limit}. Correct the page table."
+            f"{prefix}indices[{i}] is {int(used[i])}; expected {limit}. Correct the page table."
         )
 
 
@@ -170,6 +177,8 @@ def check_tensor(
     """Raise unless `t` has this shape (None: any), dtype, device, and readable strides."""
     if not isinstance(t, torch.Tensor):
         raise TypeError(f"{name} is {type(t).__name__}; expected a torch.Tensor. Convert it first.")
+    if t.layout != torch.strided:
+        raise refusal(f"{name} has the layout {t.layout}", "torch.strided", "Call .to_dense()")
     matches = t.dim() == len(shape) and all(
         b is None or a == b for a, b in zip(t.shape, shape, strict=True)
     )

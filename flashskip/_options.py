@@ -16,6 +16,7 @@ from flashskip.geometry import ORDERS
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "e4m3"}
 OVERFLOWS = ("dense", "clamp")
 CRITERIA = ("threshold", "budget", "measure")
+SMALLEST, LARGEST = 1e-15, 1e15  # of numbers: kernels hold them, and their quotients, in fp32
 LIVE = ("skip_softmax_threshold", "skip_softmax_threshold_scale_factor")  # may be tensors
 
 
@@ -32,7 +33,7 @@ class PlanOptions:
     causal : bool
         Prefill only. Query row i of a request sees key j iff ``j <= i + kv_len - qo_len``.
     sm_scale : float, optional
-        Multiplies q.k before the softmax. Default ``1 / sqrt(head_dim_qk)``.
+        Multiplies q.k before the softmax: 1e-15 to 1e15. Default ``1 / sqrt(head_dim_qk)``.
     window_left : int
         A row sees at most this many keys to the left of its own position; -1 is unlimited.
     logits_soft_cap : float, optional
@@ -98,17 +99,17 @@ class PlanOptions:
                 raise TypeError(
                     f"{name} is {getattr(self, name)!r}; expected True or False. Pass a bool."
                 )
-        self._check_number("sm_scale", above=0.0)
-        self._check_number("logits_soft_cap", least=0.0)
-        self._check_number("length_exponent", least=0.0)
+        self._check_number("sm_scale", least=SMALLEST, most=LARGEST)
+        self._check_number("logits_soft_cap", least=SMALLEST, most=LARGEST, or_zero=True)
+        self._check_number("length_exponent", least=0.0, most=LARGEST)
         self._check_number("skip_softmax_threshold", least=0.0, most=1.0)
-        self._check_number("skip_softmax_threshold_scale_factor", least=0.0)
-        self._check_number("skip_budget", above=0.0, most=1.0)
+        self._check_number("skip_softmax_threshold_scale_factor", least=0.0, most=LARGEST)
+        self._check_number("skip_budget", least=SMALLEST, most=1.0)
         is_count = isinstance(self.window_left, int) and not isinstance(self.window_left, bool)
-        if not is_count or self.window_left < -1:
+        if not is_count or not -1 <= self.window_left < 2**31:
             raise ValueError(
                 f"window_left is {self.window_left!r}; expected -1 (unlimited) or a number of "
-                f"keys >= 0."
+                f"keys >= 0 and below 2**31. Correct the value."
             )
         check_choice("overflow", self.overflow, OVERFLOWS)
         check_choice("skip_criterion", self.skip_criterion, CRITERIA)
@@ -178,21 +179,20 @@ class PlanOptions:
         self,
         name: str,
         *,
-        above: float = -math.inf,
-        least: float = -math.inf,
-        most: float = math.inf,
+        least: float,
+        most: float,
+        or_zero: bool = False,
     ) -> None:
         value = getattr(self, name)
         if value is None or (isinstance(value, torch.Tensor) and name in LIVE):
             return
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise TypeError(f"{name} is {value!r}; expected a number. Pass a Python float.")
-        if not (math.isfinite(value) and value > above and least <= value <= most):
-            bounds = [f"> {above:g}"] if above > -math.inf else [f">= {least:g}"]
-            bounds += [f"<= {most:g}"] if most < math.inf else []
-            raise ValueError(
-                f"{name} is {value!r}; expected a finite number {' and '.join(bounds)}. Correct "
-                f"the value."
+        if not (least <= value <= most or (or_zero and value == 0)):
+            raise refusal(
+                f"{name} is {value!r}",
+                f"{'0 or ' if or_zero else ''}a finite number >= {least:g} and <= {most:g}",
+                "Correct the value",
             )
 
     def _check_combinations(self) -> None:

@@ -11,9 +11,7 @@ from flashskip._options import refusal
 
 
 def check_lse(lse: object, shape: tuple[int, ...], device: torch.device) -> None:
-    """Raise unless `lse` is None or a tensor that a kernel can write."""
-    if lse is None:
-        return
+    """Raise unless `lse` is a tensor that a kernel can write."""
     if not isinstance(lse, torch.Tensor):
         raise TypeError(f"lse is {type(lse).__name__}; expected a torch.Tensor. Pass one or None.")
     matches = lse.shape == shape and lse.is_contiguous() and lse.device == device
@@ -22,6 +20,16 @@ def check_lse(lse: object, shape: tuple[int, ...], device: torch.device) -> None
             f"lse is {lse.dtype} {tuple(lse.shape)} with stride {lse.stride()} on {lse.device}",
             f"contiguous torch.float32 {tuple(shape)} on {device}",
             "Pass such a tensor, or return_lse=True to have it allocated",
+        )
+
+
+def check_no_gradient(name: str, t: torch.Tensor) -> None:
+    """Raise if a tensor that is written would be asked for a gradient."""
+    if t.requires_grad and torch.is_grad_enabled():
+        raise refusal(
+            f"{name} requires a gradient",
+            "a tensor without: flashskip is forward only",
+            "Call under torch.no_grad() or pass a detached tensor",
         )
 
 

@@ -29,7 +29,7 @@ def check_page_table(
     check_vector(f"{prefix}last_page_len", last_page_len, batch_size, device=indptr.device)
     if indptr.device.type != "cpu":
         return {}
-    check_pages_contents(indptr, indices, last_page_len, page_size)
+    check_pages_contents(indptr, indices, last_page_len, page_size, prefix=prefix)
     used = indices[: int(indptr[-1])]
     return {"indices": 1 + int(used.max()) if used.numel() else 0}
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from flashskip import reference
-from flashskip._checks import check_vector
+from flashskip._checks import BATCH_SIZE, check_vector
 from flashskip._jit.kernel import Kernel
 from flashskip._options import DTYPE_NAMES, LIVE, PlanOptions, refusal
 from flashskip.errors import UnsupportedDevice, UnsupportedVariant
@@ -155,8 +155,10 @@ def check_option_tensors(plan: Plan) -> list[torch.Tensor]:
         t = getattr(plan.options, name)
         if t is None or (name in LIVE and isinstance(t, (int, float))):
             continue
-        length = plan.num_qo_heads if name == "sinks" else plan.batch_size
-        check_vector(name, t, length, dtype=dtype, device=plan.device)
+        length, of = plan.batch_size, BATCH_SIZE
+        if name == "sinks":
+            length, of = plan.num_qo_heads, "num_qo_heads"
+        check_vector(name, t, length, dtype=dtype, device=plan.device, length_is=of)
         found.append(t)
     return found
 

@@ -11,7 +11,12 @@ from flashskip import _cpu, _kernels, _op
 from flashskip._buffers import Buffers, Needs
 from flashskip._checks import check_device, check_inputs, check_tensor
 from flashskip._options import check_choice, refusal
-from flashskip._outputs import check_lse, check_no_overlap, check_no_self_overlap
+from flashskip._outputs import (
+    check_lse,
+    check_no_gradient,
+    check_no_overlap,
+    check_no_self_overlap,
+)
 from flashskip._plan import (
     Plan,
     changes,
@@ -280,13 +285,13 @@ class BatchWrapper:
         only compares.
         """
         plan = self._planned()
-        if lse_base not in LSE_SCALES:
+        if not isinstance(lse_base, str) or lse_base not in LSE_SCALES:
             check_choice("lse_base", lse_base, tuple(LSE_SCALES))
         if plan.kernel is None:
             check_device(inputs[0], plan.device)
             ragged = self._as_ragged(inputs, list(plan.indices.values()))
             self._check_out(out, inputs)
-            check_lse(lse, (inputs[0].shape[0], plan.num_qo_heads), plan.device)
+            self._check_lse(lse, out, inputs)
             if plan.variant.kv_dtype == "e4m3":
                 check_scales(scales, plan.num_kv_heads, plan.device)
                 ragged = dequantised(ragged, scales)
@@ -301,7 +306,7 @@ class BatchWrapper:
             plan.inputs_held = now
         out_now = signature(out)
         if out_now != plan.out_held:
-            plan.out_held = None
+            plan.out_held = plan.lse_held = None
             if "out" not in ours:
                 self._check_out(out, inputs)
             self._set(o=out_now[0], o_stride_token=out_now[2][0], o_stride_head=out_now[2][1])
@@ -310,7 +315,7 @@ class BatchWrapper:
         if lse_now != plan.lse_held:
             plan.lse_held = None
             if "lse" not in ours:
-                check_lse(lse, (inputs[0].shape[0], plan.num_qo_heads), plan.device)
+                self._check_lse(lse, out, inputs)
             self._set(lse=0 if lse is None else lse.data_ptr(), lse_scale=LSE_SCALES[lse_base])
             plan.lse_held = lse_now
         if bound is not None:
@@ -324,9 +329,21 @@ class BatchWrapper:
         plan = self._planned()
         shape = (inputs[0].shape[0], plan.num_qo_heads, plan.variant.head_dim_vo)
         check_tensor("out", out, shape, plan.options.o_dtype, plan.device)
+        check_no_gradient("out", out)
         check_no_self_overlap("out", out)
         for name, t in zip(self._input_names, inputs, strict=False):
             check_no_overlap("out", out, name, t)
+
+    def _check_lse(
+        self, lse: torch.Tensor | None, out: torch.Tensor, inputs: Sequence[torch.Tensor]
+    ) -> None:
+        plan = self._planned()
+        if lse is None:
+            return
+        check_lse(lse, (inputs[0].shape[0], plan.num_qo_heads), plan.device)
+        check_no_gradient("lse", lse)
+        for name, t in (*zip(self._input_names, inputs, strict=False), ("out", out)):
+            check_no_overlap("lse", lse, name, t)
 
     def _launch(self, plan: Plan) -> None:
         assert plan.kernel is not None

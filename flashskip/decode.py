@@ -290,7 +290,8 @@ class BatchDecodeWrapper(BatchWrapper):
         self._check_q(q, q.device)
         k_pages, v_pages = self._cache_views(inputs[1:], q.device)
         check_indptr_contents("indptr", indptr)  # what was written into them since plan()
-        check_pages_contents(indptr, page_ids, last_page_len, plan.page_size, k_pages.shape[0])
+        num_pages = k_pages.shape[0]
+        check_pages_contents(indptr, page_ids, last_page_len, plan.page_size, num_pages, "")
         k, v, kv_indptr = reference.gather_pages(
             (k_pages, v_pages), indptr, page_ids, last_page_len, "NHD"
         )

@@ -137,7 +137,7 @@ DECODE_PLANS = [
     ({"last_page_len": _ints(4, 0)}, r"last_page_len\[1\] is 0; expected 1 to page_size .4."),
     ({"last_page_len": _ints(5, 1)}, r"last_page_len\[0\] is 5; expected 1 to page_size .4."),
     ({"last_page_len": _ints(5)}, "last_page_len has 1 entries; expected 2"),
-    ({"indices": _ints(0, 1)}, "indptr ends at 3; expected at most len.paged_kv_indices., 2"),
+    ({"indices": _ints(0, 1)}, "indptr ends at 3; expected at most len.indices., 2"),
     ({"indices": _ints(0, -1, 2)}, r"indices\[1\] is -1; expected 0 or more"),
     ({"page_size": 0}, "page_size is 0; expected at least 1"),
     ({"q_len_per_req": 9}, "q_len_per_req is 9; expected 1 to 8"),

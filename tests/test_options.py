@@ -13,13 +13,13 @@ BF16 = torch.bfloat16
 
 REFUSED = [
     ({"q_data_type": "bf16"}, TypeError, "q_data_type is 'bf16'; expected a torch.dtype"),
-    ({"sm_scale": 0.0}, ValueError, "sm_scale is 0.0; expected a finite number > 0"),
+    ({"sm_scale": 0.0}, ValueError, "sm_scale is 0.0; expected a finite number >= 1e-15"),
     ({"sm_scale": math.nan}, ValueError, "sm_scale is nan"),
     ({"sm_scale": math.inf}, ValueError, "sm_scale is inf"),
     (
         {"logits_soft_cap": -1.0},
         ValueError,
-        "logits_soft_cap is -1.0; expected a finite number >= 0",
+        "logits_soft_cap is -1.0; expected 0 or a finite number >= 1e-15",
     ),
     ({"window_left": -2}, ValueError, "window_left is -2; expected -1"),
     ({"skip_softmax_threshold": math.nan}, ValueError, "skip_softmax_threshold is nan"),
