@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import mul
 
 import torch
@@ -23,14 +23,17 @@ def check_lse(lse: object, shape: tuple[int, ...], device: torch.device) -> None
         )
 
 
-def check_no_gradient(name: str, t: torch.Tensor) -> None:
-    """Raise if a tensor that is written would be asked for a gradient."""
+def check_written(name: str, t: torch.Tensor, others: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raise unless `t` can be written while the named `others` are read or written."""
     if t.requires_grad and torch.is_grad_enabled():
         raise refusal(
             f"{name} requires a gradient",
             "a tensor without: flashskip is forward only",
             "Call under torch.no_grad() or pass a detached tensor",
         )
+    check_no_self_overlap(name, t)
+    for other_name, other in others:
+        check_no_overlap(name, t, other_name, other)
 
 
 def check_no_self_overlap(name: str, t: torch.Tensor) -> None:

@@ -11,12 +11,7 @@ from flashskip import _cpu, _kernels, _op
 from flashskip._buffers import Buffers, Needs
 from flashskip._checks import check_device, check_inputs, check_tensor
 from flashskip._options import check_choice, refusal
-from flashskip._outputs import (
-    check_lse,
-    check_no_gradient,
-    check_no_overlap,
-    check_no_self_overlap,
-)
+from flashskip._outputs import check_lse, check_written
 from flashskip._plan import (
     Plan,
     changes,
@@ -329,21 +324,15 @@ class BatchWrapper:
         plan = self._planned()
         shape = (inputs[0].shape[0], plan.num_qo_heads, plan.variant.head_dim_vo)
         check_tensor("out", out, shape, plan.options.o_dtype, plan.device)
-        check_no_gradient("out", out)
-        check_no_self_overlap("out", out)
-        for name, t in zip(self._input_names, inputs, strict=False):
-            check_no_overlap("out", out, name, t)
+        check_written("out", out, zip(self._input_names, inputs, strict=False))
 
     def _check_lse(
         self, lse: torch.Tensor | None, out: torch.Tensor, inputs: Sequence[torch.Tensor]
     ) -> None:
-        plan = self._planned()
-        if lse is None:
-            return
-        check_lse(lse, (inputs[0].shape[0], plan.num_qo_heads), plan.device)
-        check_no_gradient("lse", lse)
-        for name, t in (*zip(self._input_names, inputs, strict=False), ("out", out)):
-            check_no_overlap("lse", lse, name, t)
+        if lse is not None:
+            check_lse(lse, tuple(out.shape[:2]), out.device)
+            others = zip((*self._input_names[: len(inputs)], "out"), (*inputs, out), strict=True)
+            check_written("lse", lse, others)
 
     def _launch(self, plan: Plan) -> None:
         assert plan.kernel is not None
