@@ -10,17 +10,22 @@ import torch
 from flashskip._options import refusal
 
 
-def check_lse(lse: object, shape: tuple[int, ...], device: torch.device) -> None:
-    """Raise unless `lse` is a tensor that a kernel can write."""
+def check_lse(
+    lse: object, out: torch.Tensor, names: Sequence[str], inputs: Sequence[torch.Tensor]
+) -> None:
+    """Raise unless `lse` is None or a tensor that a kernel can write beside a checked `out`."""
+    if lse is None:
+        return
     if not isinstance(lse, torch.Tensor):
         raise TypeError(f"lse is {type(lse).__name__}; expected a torch.Tensor. Pass one or None.")
-    matches = lse.shape == shape and lse.is_contiguous() and lse.device == device
+    matches = lse.shape == out.shape[:2] and lse.is_contiguous() and lse.device == out.device
     if not matches or lse.dtype != torch.float32:
         raise refusal(
             f"lse is {lse.dtype} {tuple(lse.shape)} with stride {lse.stride()} on {lse.device}",
-            f"contiguous torch.float32 {tuple(shape)} on {device}",
+            f"contiguous torch.float32 {tuple(out.shape[:2])} on {out.device}",
             "Pass such a tensor, or return_lse=True to have it allocated",
         )
+    check_written("lse", lse, zip((*names[: len(inputs)], "out"), (*inputs, out), strict=True))
 
 
 def check_written(name: str, t: torch.Tensor, others: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -286,7 +286,7 @@ class BatchWrapper:
             check_device(inputs[0], plan.device)
             ragged = self._as_ragged(inputs, list(plan.indices.values()))
             self._check_out(out, inputs)
-            self._check_lse(lse, out, inputs)
+            check_lse(lse, out, self._input_names, inputs)
             if plan.variant.kv_dtype == "e4m3":
                 check_scales(scales, plan.num_kv_heads, plan.device)
                 ragged = dequantised(ragged, scales)
@@ -310,7 +310,7 @@ class BatchWrapper:
         if lse_now != plan.lse_held:
             plan.lse_held = None
             if "lse" not in ours:
-                self._check_lse(lse, out, inputs)
+                check_lse(lse, out, self._input_names, inputs)
             self._set(lse=0 if lse is None else lse.data_ptr(), lse_scale=LSE_SCALES[lse_base])
             plan.lse_held = lse_now
         if bound is not None:
@@ -325,14 +325,6 @@ class BatchWrapper:
         shape = (inputs[0].shape[0], plan.num_qo_heads, plan.variant.head_dim_vo)
         check_tensor("out", out, shape, plan.options.o_dtype, plan.device)
         check_written("out", out, zip(self._input_names, inputs, strict=False))
-
-    def _check_lse(
-        self, lse: torch.Tensor | None, out: torch.Tensor, inputs: Sequence[torch.Tensor]
-    ) -> None:
-        if lse is not None:
-            check_lse(lse, tuple(out.shape[:2]), out.device)
-            others = zip((*self._input_names[: len(inputs)], "out"), (*inputs, out), strict=True)
-            check_written("lse", lse, others)
 
     def _launch(self, plan: Plan) -> None:
         assert plan.kernel is not None
