@@ -57,10 +57,14 @@ def test_kernels_are_few_and_of_both_operations() -> None:
 
 
 @pytest.mark.parametrize("op", ["prefill", "decode"])
-@pytest.mark.parametrize("fault", ["output", "lse", "count", "unwritten", "unsteady"])
+@pytest.mark.parametrize(
+    "fault", ["output", "lse", "count", "bound", "gaps", "unwritten", "unsteady"]
+)
 def test_faults_are_found(op: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrapper that errs in one way fails, and the message says which example it was."""
-    v = next(v for v in variants() if v.op == op and v.stats)
+    wanted = {"bound": lambda v: v.bound, "gaps": lambda v: v.skip == "measure"}
+    is_wanted = wanted.get(fault, lambda v: v.stats)
+    v = next(v for v in variants() if v.op == op and is_wanted(v))
     right, calls = fuzz_judge.run, []
 
     def wrong(x: Any, out: torch.Tensor) -> Any:
@@ -74,6 +78,8 @@ def test_faults_are_found(op: str, fault: str, monkeypatch: pytest.MonkeyPatch) 
             answer.stats[..., 1] += 1
         elif fault == "bound":
             answer.bound[0, 0] += 0.01
+        elif fault == "gaps":
+            answer.gaps[0, 0, 7] += 1
         elif fault == "unwritten":
             answer.out[0, 0, 0] = torch.nan
         elif len(calls) == 2:
