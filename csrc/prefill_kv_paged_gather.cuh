@@ -70,7 +70,7 @@ struct KvLoader {
       const uint64_t mine = reinterpret_cast<uint64_t>(cache.base) + (page[i] == NO_PAGE ? 0 : 2 * offset);
       const uint32_t valid = __ballot_sync(~0u, page[i] != NO_PAGE);
       const uint32_t rows = shared_address(stage) + (first_row() + 32 * i + sub) * CHUNK_ROW_BYTES;
-#pragma unroll 4
+#pragma unroll 2
       for (int first = 0; first < 32; first += AT_ONCE) {
         const uint64_t row = __shfl_sync(~0u, mine, first + sub) + piece * 16;
         const uint32_t to = rows + first * CHUNK_ROW_BYTES + (piece ^ (first + sub) % 8) * 16;
