@@ -46,6 +46,8 @@ def perplexity(results: Results) -> Figure:
         axes.set_xlabel("achieved sparsity")
         axes.set_ylabel("perplexity over dense, %")
         axes.set_yscale("symlog", linthresh=1.0)
+        axes.set_ylim(-0.5, 100)
+        axes.set_yticks([0, 1, 3, 10, 30, 100], labels=["0", "1", "3", "10", "30", "100"])
         _style(axes)
     return figure
 

