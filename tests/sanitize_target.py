@@ -172,15 +172,21 @@ def decode_kernel(number: int) -> Variant:
 # ---- the process that compute-sanitizer watches --------------------------------------------------
 
 
+def with_line_info(program: Program) -> Program:
+    """The same with one more option of the compiler."""
+    return dataclasses.replace(program, options=(*program.options, "--generate-line-info"))
+
+
+def programs() -> list[Program]:
+    """All kernels with line information, to be built ahead."""
+    kernels = [*map(prefill_kernel, range(len(PREFILL))), *map(decode_kernel, range(len(DECODE)))]
+    return [with_line_info(_kernels.program_for(v)) for v in kernels]
+
+
 def compile_with_line_info() -> None:
-    """Add one compiler option to every kernel of this process."""
+    """Compile every kernel of this process so."""
     plain = _kernels.program_for
-
-    def program_for(v: Variant) -> Program:
-        program = plain(v)
-        return dataclasses.replace(program, options=(*program.options, "--generate-line-info"))
-
-    _kernels.program_for = program_for
+    _kernels.program_for = lambda v: with_line_info(plain(v))
 
 
 def launch(call: Call, device: str) -> Variant:

@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch
 from sanitizer_report import Report, is_the_mailbox, mailbox, parse
 
 from flashskip import _kernels
+from flashskip._jit.build import build
 from flashskip.variant import DOMAINS, every, supported
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,15 +42,51 @@ def sanitizer() -> str:
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache of its own: these kernels carry line information."""
-    return tmp_path_factory.mktemp("kernels")
+def runs(sanitizer: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Run]]:
+    """Every run of the tool, all started at once: each keeps one core busy, and little of the GPU.
+
+    Kernels that carry line information have a cache of their own, and are built first.
+    """
+    kernels = tmp_path_factory.mktemp("kernels")
+    build(sanitize_target.programs(), kernels, jobs=os.cpu_count() or 1)
+    quiet = {"memcheck": ("--report-api-errors", "no")}  # the last run shows them
+    started = {
+        f"{op} {tool}": start(sanitizer, kernels, op, tool, *quiet.get(tool, ()))
+        for op in ("prefill", "decode")
+        for tool in OPTIONS
+    }
+    started["api errors"] = start(sanitizer, kernels, "prefill", "memcheck")
+    yield started
+    for run in started.values():
+        run.process.kill()
 
 
-def sanitize(
-    sanitizer: str, kernels: Path, op: str, tool: str, *options: str
-) -> tuple[Report, subprocess.CompletedProcess[str]]:
-    """Run the target of `op` under a tool and read the report; the target itself must pass."""
+@dataclass
+class Run:
+    """The tool at work on the target of `op`."""
+
+    op: str
+    command: list[str]
+    process: subprocess.Popen[str]
+
+    def report(self) -> tuple[Report, str]:
+        """Wait for it and read the report; the target itself must pass."""
+        try:
+            out, errors = self.process.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+        said = f"{' '.join(self.command)}\nexit code {self.process.returncode}\n{excerpt(out + errors)}"
+        assert self.process.returncode in (0, FOUND), said
+        launched = len(getattr(sanitize_target, self.op.upper()))
+        assert f"launched {launched} kernels" in out, said
+        report = parse(out)
+        assert not report.faults, f"{report.faults}\n{said}"
+        return report, out
+
+
+def start(sanitizer: str, kernels: Path, op: str, tool: str, *options: str) -> Run:
+    """Run the target of `op` under a tool."""
     command = [
         sanitizer, "--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "0",
         "--kernel-name", "kns=flashskip_", "--target-processes", "application-only",
@@ -61,13 +100,10 @@ def sanitize(
         "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",  # each tensor is an allocation that the tool knows
     }
     env.pop("FLASHSKIP_DISABLE_JIT", None)
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=SECONDS)
-    said = f"{' '.join(command)}\nexit code {done.returncode}\n{excerpt(done.stdout + done.stderr)}"
-    assert done.returncode in (0, FOUND), said
-    assert f"launched {len(getattr(sanitize_target, op.upper()))} kernels" in done.stdout, said
-    report = parse(done.stdout)
-    assert not report.faults, f"{report.faults}\n{said}"
-    return report, done
+    process = subprocess.Popen(
+        command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    return Run(op, command, process)
 
 
 def excerpt(text: str, lines: int = 60) -> str:
@@ -87,10 +123,9 @@ def excused(op: str, tool: str, finding: str) -> bool:
 @pytest.mark.parametrize("tool", OPTIONS)
 @pytest.mark.parametrize("op", ["prefill", "decode"])
 def test_kernels_are_clean(
-    op: str, tool: str, sanitizer: str, kernels: Path, receipt_notes: dict[str, Any]
+    op: str, tool: str, sanitizer: str, runs: dict[str, Run], receipt_notes: dict[str, Any]
 ) -> None:
-    quiet = ("--report-api-errors", "no") if tool == "memcheck" else ()  # see the next test
-    report, _ = sanitize(sanitizer, kernels, op, tool, *quiet)
+    report, _ = runs[f"{op} {tool}"].report()
     wrong = [f for f in report.findings if not excused(op, tool, f)]
     version = subprocess.run([sanitizer, "--version"], capture_output=True, text=True).stdout
     receipt_notes["sanitizer"] = version.strip().splitlines()[-1] if version.strip() else "unknown"
@@ -104,10 +139,10 @@ def test_kernels_are_clean(
 
 @pytest.mark.gpu_sanitize
 def test_errors_of_api_calls_are_shown(
-    sanitizer: str, kernels: Path, receipt_notes: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    runs: dict[str, Run], receipt_notes: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """For information: an error that a call returned to its caller is no wrong access."""
-    report, _ = sanitize(sanitizer, kernels, "prefill", "memcheck")
+    report, _ = runs["api errors"].report()
     receipt_notes["api_errors"] = dict(report.api_errors)
     with capsys.disabled():
         print("\nAPI calls that returned an error:", dict(report.api_errors) or "none")
@@ -239,12 +274,12 @@ def test_runs_are_judged(report: str, code: int, verdict: str | int | None, tmp_
     tool.chmod(0o755)
     if isinstance(verdict, str):
         with pytest.raises(AssertionError, match=verdict):
-            sanitize(str(tool), tmp_path, "prefill", "memcheck")
+            start(str(tool), tmp_path, "prefill", "memcheck").report()
         return
-    found, done = sanitize(str(tool), tmp_path, "prefill", "memcheck", "--an-option")
+    found, out = start(str(tool), tmp_path, "prefill", "memcheck", "--an-option").report()
     assert len(found.findings) == (verdict or 0)
-    assert "--tool memcheck --error-exitcode 9" in done.stdout
-    assert done.stdout.splitlines()[0].endswith("sanitize_target.py prefill")
+    assert "--tool memcheck --error-exitcode 9" in out
+    assert out.splitlines()[0].endswith("sanitize_target.py prefill")
 
 
 # ---- the target, on the CPU path -----------------------------------------------------------------
@@ -275,5 +310,6 @@ def test_line_information_is_all_that_is_added(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(_kernels, "program_for", _kernels.program_for)  # put back afterwards
     sanitize_target.compile_with_line_info()
     changed = _kernels.program_for(v)
+    assert changed == sanitize_target.with_line_info(plain)
     assert changed.options == (*plain.options, "--generate-line-info")
     assert dataclasses.replace(changed, options=plain.options) == plain
