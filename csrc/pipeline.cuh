@@ -31,4 +31,18 @@ struct RingPosition {
       parity ^= 1;
     }
   }
+
+  FS_DEVICE void advance(int steps) {  // at most STAGES
+    stage += steps;
+    if (stage >= STAGES) {
+      stage -= STAGES;
+      parity ^= 1;
+    }
+  }
+
+  FS_DEVICE RingPosition after(int steps) const {
+    RingPosition later = *this;
+    later.advance(steps);
+    return later;
+  }
 };

@@ -46,10 +46,15 @@ struct Visibility {
     return min(end(row), first_key + DECODE_TILE_KV) - max(begin(row), first_key);
   }
 
-  // Hides keys that a row does not see. Most tiles hold none.
+  // Whether all rows see all keys of a tile, as is so of most.
+  FS_DEVICE bool all_see(int tile) const {
+    const int first_key = tile * DECODE_TILE_KV;
+    return first_key >= begin(rows.count - 1) && end(0) - first_key >= DECODE_TILE_KV;
+  }
+
+  // Hides keys that a row does not see.
   FS_DEVICE void mask(float (&s)[ROWS / 2], int tile) const {
     const int first_key = tile * DECODE_TILE_KV;
-    if (first_key >= begin(rows.count - 1) && end(0) - first_key >= DECODE_TILE_KV) return;
     if (CAUSAL || WINDOW) {
       mask_keys_by_column(s, [&](int c) {
         const int row = column_of(c);

@@ -43,25 +43,26 @@ def ragged_map(t: torch.Tensor, dtype: str, box_rows: int) -> Map:
     )
 
 
-def paged_map(t: torch.Tensor, dtype: str, tile_kv: int = DECODE_TILE) -> Map:
+def paged_map(t: torch.Tensor, dtype: str, tile_kv: int = DECODE_TILE, fetch: int = 128) -> Map:
     """Map of a cache view ``[pages, page_size, heads, dim]`` by (column, token, head, page).
 
     A box is what a tile of `tile_kv` keys takes from one page.
     """
     pages, page_size, heads, dim = t.shape
-    row_bytes = 64 if dim * t.element_size() <= 64 else 128  # csrc/kv_tile.cuh
     row = dim * t.element_size()  # the stride of a dimension of one element is arbitrary
     page, token, head = (
         s * t.element_size() if n > 1 else row
         for n, s in zip(t.shape[:3], t.stride()[:3], strict=True)
     )
+    box_bytes = 64 if row <= 64 else 128  # csrc/kv_tile.cuh
     return tensor_map(
         t.data_ptr(),
         dtype,
         (dim, page_size, heads, pages),
         (token, head, page),
-        (row_bytes // t.element_size(), min(page_size, tile_kv), 1, 1),
-        row_bytes,
+        (box_bytes // t.element_size(), min(page_size, tile_kv), 1, 1),
+        box_bytes,
+        fetch,
     )
 
 
@@ -86,4 +87,9 @@ def prefill_maps(
 
 def decode_maps(v: Variant, k: torch.Tensor, value: torch.Tensor) -> dict[str, Map]:
     """Return the maps in a decode's launch record."""
-    return {"k_map": paged_map(k, v.kv_dtype), "v_map": paged_map(value, v.kv_dtype)}
+    # Lines of 128 bytes come fastest, but where a head's row is not made of them, half of a line is
+    # another head's, which another CTA reads at another time.
+    row = v.head_dim_qk * k.element_size()
+    fetch = next((n for n in (128, 64) if row % n == 0), 0)
+    k_map, v_map = (paged_map(t, v.kv_dtype, fetch=fetch) for t in (k, value))
+    return {"k_map": k_map, "v_map": v_map}

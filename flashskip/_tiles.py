@@ -162,13 +162,12 @@ def _decode_tile(v: Variant) -> DecodeTile:
     # in half the time, and judging four at once is 4 % faster; with 16 KiB it is slower.
     group = 4 if tile_bytes <= 8192 and v.rows <= 16 else 2
     q_stages = 4 if v.rows <= 16 else 2
-    if v.head_dim_qk == 256 and v.rows > 48 and v.kv_dtype != "e4m3":
-        q_stages = 1  # 32 KiB each, where K and V need at least two stages of 32 KiB
     registers = (88, 224, 192)
-    if v.kv_dtype == "e4m3":
-        registers = (96, 216, 192)  # queries pass through registers of the loader
-    elif v.head_dim_vo == 256 and v.rows > 32:
-        registers = (88, 200, 216)  # the output of 256 channels takes two registers a row
+    if v.head_dim_vo == 256 and v.rows > 32:
+        # The output of 256 channels takes two registers a row, and decisions take some.
+        registers = (88, 200, 216) if v.skip == "dense" else (88, 208, 208)
+    elif v.head_dim_vo == 64 and v.kv_dtype == "e4m3":
+        registers = (104, 224, 176)  # many small rows a tile to gather, few registers of keys
     tile = DecodeTile(k_stages, v_stages, group, q_stages, *registers)
     while tile.shared_bytes(v) > MAX_SHARED_BYTES:
         tile = replace(tile, v_stages=tile.v_stages - 1)

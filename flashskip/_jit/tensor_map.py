@@ -21,6 +21,11 @@ _SWIZZLES = {
     64: "CU_TENSOR_MAP_SWIZZLE_64B",
     128: "CU_TENSOR_MAP_SWIZZLE_128B",
 }
+_FETCHES = {
+    0: "CU_TENSOR_MAP_L2_PROMOTION_NONE",
+    64: "CU_TENSOR_MAP_L2_PROMOTION_L2_64B",
+    128: "CU_TENSOR_MAP_L2_PROMOTION_L2_128B",
+}
 
 
 @lru_cache(maxsize=256)
@@ -31,6 +36,7 @@ def tensor_map(
     strides_bytes: tuple[int, ...],
     box: tuple[int, ...],
     swizzle: int,
+    fetch: int = 128,
 ) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Encode a tensor map; reads outside `shape` give zeros, writes there do nothing.
 
@@ -48,6 +54,8 @@ def tensor_map(
         Elements per dimension that one copy moves.
     swizzle
         Width of the shared-memory swizzle in bytes: 0, 32, 64 or 128.
+    fetch
+        Bytes that L2 reads at a time: 64 or 128, or 0 for no more than is asked for.
 
     Returns
     -------
@@ -73,7 +81,7 @@ def tensor_map(
         _narrow((1,) * rank),
         module.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         getattr(module.CUtensorMapSwizzle, _SWIZZLES[swizzle]),
-        module.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+        getattr(module.CUtensorMapL2promotion, _FETCHES[fetch]),
         module.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     if error:
