@@ -27,8 +27,10 @@ class Model:
     soft_cap: bool = False
     sinks: bool = False
 
-    def variants(self, arch: str) -> list[Variant]:
+    def variants(self, arch: str, *, fp8_cache: bool = False) -> list[Variant]:
         """Return every Variant that these shapes can reach, whatever options are used.
+
+        With `fp8_cache` those of decode on an FP8 cache too.
 
         Raises
         ------
@@ -38,8 +40,11 @@ class Model:
         found = self._of_operation("prefill", arch, causal={self.causal})
         if self.causal:
             rows = {self._rows(q_len) for q_len in _SEVERAL_TOKENS}
-            found += self._of_operation("decode", arch, rows={self._rows(1)}, causal={False})
-            found += self._of_operation("decode", arch, rows=rows, causal={True})
+            kv_dtypes: set[object] = {self.dtype, "e4m3"} if fp8_cache else {self.dtype}
+            for rows_found, causal in (({self._rows(1)}, False), (rows, True)):
+                found += self._of_operation(
+                    "decode", arch, rows=rows_found, causal={causal}, kv_dtype=kv_dtypes
+                )
         return found
 
     def _rows(self, q_len: int) -> object:

@@ -95,6 +95,11 @@ def _add_warmup(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     warmup.add_argument("--preset", choices=sorted(PRESETS), action="append", default=[])
     warmup.add_argument(
+        "--fp8-cache",
+        action="store_true",
+        help="also what the models reach in decode on an FP8 cache",
+    )
+    warmup.add_argument(
         "--manifest",
         type=Path,
         action="append",
@@ -155,10 +160,15 @@ def _wanted(args: argparse.Namespace) -> list[Variant]:
 
     models = {str(path): read_config(path) for path in args.config}
     models |= {preset: PRESETS[preset] for preset in args.preset}
+    if args.fp8_cache and not models:
+        raise ValueError(
+            "--fp8-cache is given without a model, where it has no effect; expected it with "
+            "--config or --preset. Drop it, or name a model."
+        )
     variants = []
     for name, model in models.items():
         try:
-            variants += model.variants(args.arch)
+            variants += model.variants(args.arch, fp8_cache=args.fp8_cache)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
     for path in args.manifest:

@@ -206,6 +206,9 @@ def test_a_model_reaches_every_option_of_its_shapes_and_nothing_else() -> None:
         assert v.causal if v.op == "prefill" else v.rows in (8, 16, 24, 32)
     assert {v.skip for v in variants} >= {"dense", "threshold"}
     assert {v.kv_path for v in variants if v.op == "decode"} == {"paged_tma", "paged_gather"}
+    assert {v.kv_dtype for v in variants} == {"fp16"}
+    more = set(Model(32, 8, 128, "fp16").variants("sm_90a", fp8_cache=True)) - set(variants)
+    assert {(v.op, v.kv_dtype) for v in more} == {("decode", "e4m3")}
 
 
 @pytest.mark.parametrize(
@@ -224,6 +227,12 @@ def test_decode_rows_are_those_of_the_group_and_of_1_to_8_tokens(
     decode = [v for v in Model(heads, kv_heads, 64).variants("sm_90a") if v.op == "decode"]
     assert {v.rows for v in decode if not v.causal} == {one_token}
     assert {v.rows for v in decode if v.causal} == several
+
+
+def test_an_fp8_cache_without_a_model_is_refused(run: Run) -> None:
+    status, _, error = run("warmup", "--fp8-cache")
+    assert status != 0
+    assert "--fp8-cache is given without a model" in error
 
 
 def test_a_model_without_a_causal_mask_has_no_decode_phase() -> None:
