@@ -140,7 +140,7 @@ def _most_rows(kv_dtype: str, head_dim_vo: int) -> int:
     """Rows of a decode work item that fit the registers."""
     if head_dim_vo < 256:
         return 64
-    return 16 if kv_dtype == "e4m3" else 48
+    return 16 if kv_dtype == "e4m3" else 40
 
 
 # Channels of V that go with those of K.

@@ -119,20 +119,22 @@ HANDED_ON = (
         ("source.page_ids[id] = page;",),
         ("page = source.page_ids[id % PAGE_IDS];",),
     ),
-    # the scorer to the weigher: factors of columns, and at a segment's end maxima and sums
+    # the scorer to the weigher: factors of columns; at the end maxima, sums and what is omitted
     (
         ("shared.columns[to[i].stage][0][column_of(c)] = factor[c];",),
         ("const float factor = factors[column_of(c)];",),
     ),
     (
         (
-            "shared.columns[to.stage][0][column_of(c)] = state.m[c];",
-            "shared.columns[to.stage][1][column_of(c)] = sum_of_warps(exchange, c);",
+            "shared.columns[to.stage][MAXIMUM][column_of(c)] = state.m[c];",
+            "shared.columns[to.stage][SUM][column_of(c)] = sum_of_warps(exchange, c);",
+            "omitted_log2[column_of(c)] = log2_of_mass(",
         ),
         (
-            "columns[0][row], columns[1][row]);",
-            "mine.m[row] = columns[0][row];",
-            "mine.l[row] = columns[1][row];",
+            "const float m = values[MAXIMUM][row];",
+            "values[SUM][row], omitted.relative_to(",
+            "omitted.add(values[OMITTED_LOG2][row]);",
+            "mine.values[i][row] = values[i][row];",
         ),
     ),
 )
