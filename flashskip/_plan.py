@@ -24,6 +24,7 @@ _ARGUMENTS = {
     "kv_dtype": "kv_data_type",
     "o_dtype": "o_data_type",
     "kv_path": "the KV layout",
+    "rows": "num_qo_heads / num_kv_heads * q_len_per_req",
     "window": "window_left",
     "soft_cap": "logits_soft_cap",
     "skip": "skip_criterion",
