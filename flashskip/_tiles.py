@@ -163,7 +163,7 @@ def _decode_tile(v: Variant) -> DecodeTile:
     group = 4 if tile_bytes <= 8192 and v.rows <= 16 else 2
     q_stages = 4 if v.rows <= 16 else 2
     registers = (88, 224, 192)
-    if v.head_dim_vo == 256 and v.rows > 32:
+    if v.head_dim_vo == 256 and v.rows > 24:
         # The output of 256 channels takes two registers a row, and decisions take some.
         registers = (88, 200, 216) if v.skip == "dense" else (88, 208, 208)
     elif v.head_dim_vo == 64 and v.kv_dtype == "e4m3":
