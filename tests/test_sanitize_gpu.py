@@ -84,7 +84,7 @@ class Run:
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise
-        said = f"{' '.join(self.command)}\nexit code {self.process.returncode}\n{excerpt(out + errors)}"
+        said = f"{self.command}\nexit code {self.process.returncode}\n{excerpt(out + errors)}"
         assert self.process.returncode in (0, FOUND), said
         launched = len(getattr(sanitize_target, self.op.upper()))
         assert f"launched {launched} kernels" in out, said
