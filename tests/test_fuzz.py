@@ -208,18 +208,23 @@ def test_prefill(data: Data, lengths: list[tuple[int, int]], more: Any) -> None:
     assert torch.equal(again[0][: int(qo[-1])], out[: int(qo[-1])])
 
 
-@examples(60)
-@given(batches(), st.lists(LENGTH, max_size=4), st.data())
-def test_decode(data: Data, lengths: list[int], more: Any) -> None:
-    draw = data.draw = more.draw
-    page_size, q_len = (
-        draw(st.sampled_from([1, 2, 3, 16, 64, 100])),
-        draw(st.sampled_from([1, 1, 2, 5])),
-    )
+@dataclass
+class Pages:
+    """A drawn page table and cache; `given` is what `run` takes."""
+
+    page_size: int
+    layout: str
+    table: tuple[Tensor, Tensor, Tensor]
+    cache: Tensor
+    given: Any
+
+
+def draw_pages(data: Data, lengths: list[int]) -> Pages:
+    """Any page may serve several requests, and the table may be longer than what is used."""
+    draw, page_size = data.draw, data.draw(st.sampled_from([1, 2, 3, 16, 64, 100]))
     layout, paired = draw(st.sampled_from(["NHD", "HND"])), draw(st.booleans())
     counts = [-(-n // page_size) for n in lengths]
     pages = sum(counts) + draw(st.integers(0, 3))
-    # Any page may serve several requests, and the table may be longer than what is used.
     ids = (
         draw(st.permutations(range(pages)))[: sum(counts)]
         if draw(st.booleans())
@@ -229,35 +234,54 @@ def test_decode(data: Data, lengths: list[int], more: Any) -> None:
     last = torch.tensor([(n - 1) % page_size + 1 if n else -7 for n in lengths], dtype=torch.int32)
     inner = (page_size, data.heads[1]) if layout == "NHD" else (data.heads[1], page_size)
     cache = torch.randn(pages, 2, *inner, data.head_dim, generator=data.generator).to(data.dtype)
-    q = data.normal(len(lengths) * q_len, data.heads[0])
-    options = data.options(len(lengths), prefill=False)
-    note(f"{lengths} {page_size=} {q_len=} {layout} {data.dtype} {data.heads} {options}")
-    wrapper = flashskip.BatchDecodeWrapper(torch.empty(0), layout)
-    wrapper.plan(
-        starts(counts),
-        indices,
-        last,
-        *data.heads,
-        data.head_dim,
-        page_size,
-        q_len_per_req=q_len,
-        **options,
-    )
-    given_cache = (cache[:, 0], cache[:, 1]) if paired else cache
-    answer = wrapper.run(q, given_cache, return_lse=True)
-    k, v, kv = reference.gather_pages(cache, starts(counts), indices, last, layout)
-    qo = starts([q_len] * len(lengths))
+    given = (cache[:, 0], cache[:, 1]) if paired else cache
+    return Pages(page_size, layout, (starts(counts), indices, last), cache, given)
+
+
+def check_pages(
+    wrapper: Any, q: Tensor, qo: Tensor, pages: Pages, options: dict[str, Any], causal: bool
+) -> None:
+    """Run a planned wrapper on pages and compare as a ragged batch."""
+    answer = wrapper.run(q, pages.given, return_lse=True)
+    k, v, kv = reference.gather_pages(pages.cache, *pages.table, pages.layout)
     exact = oracle(wrapper, q, k, v, qo, kv, options)
     spans = [
-        (slice(*qo[i : i + 2].tolist()), slice(*kv[i : i + 2].tolist()))
-        for i in range(len(lengths))
+        (slice(*qo[i : i + 2].tolist()), slice(*kv[i : i + 2].tolist())) for i in range(len(qo) - 1)
     ]
     check(wrapper, answer, exact, spans, options)
-    check_plain(answer, [(q[a], k[b], v[b]) for a, b in spans], spans, options, causal=True)
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(answer, wrapper.run(q, given_cache, return_lse=True), strict=True)
-    )
+    check_plain(answer, [(q[a], k[b], v[b]) for a, b in spans], spans, options, causal)
+    again = wrapper.run(q, pages.given, return_lse=True)
+    assert all(torch.equal(a, b) for a, b in zip(answer, again, strict=True))
+
+
+@examples(60)
+@given(batches(), st.lists(LENGTH, max_size=4), st.data())
+def test_decode(data: Data, lengths: list[int], more: Any) -> None:
+    data.draw = more.draw
+    q_len = data.draw(st.sampled_from([1, 1, 2, 5]))
+    pages = draw_pages(data, lengths)
+    q = data.normal(len(lengths) * q_len, data.heads[0])
+    options = data.options(len(lengths), prefill=False)
+    note(f"{lengths} {pages.page_size=} {q_len=} {data.dtype} {data.heads} {options}")
+    wrapper = flashskip.BatchDecodeWrapper(torch.empty(0), pages.layout)
+    shape = (*data.heads, data.head_dim, pages.page_size)
+    wrapper.plan(*pages.table, *shape, q_len_per_req=q_len, **options)
+    check_pages(wrapper, q, starts([q_len] * len(lengths)), pages, options, causal=True)
+
+
+@examples(40)
+@given(batches(), st.lists(st.tuples(LENGTH, LENGTH), max_size=4), st.data())
+def test_paged_prefill(data: Data, lengths: list[tuple[int, int]], more: Any) -> None:
+    data.draw = more.draw
+    qo = starts([a for a, _ in lengths])
+    pages = draw_pages(data, [b for _, b in lengths])
+    q = data.normal(int(qo[-1]), data.heads[0])
+    options = data.options(len(lengths), prefill=True)
+    note(f"{lengths} {pages.page_size=} {data.dtype} {data.heads} {options}")
+    wrapper = flashskip.BatchPrefillWrapper(torch.empty(0), pages.layout)
+    shape = (*data.heads, data.head_dim, pages.page_size)
+    wrapper.plan_paged(qo, *pages.table, *shape, **options)
+    check_pages(wrapper, q, qo, pages, options, options["causal"])
 
 
 # ---- arguments: right results, or an error that says what is wrong -------------------------------
