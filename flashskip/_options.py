@@ -53,10 +53,11 @@ class PlanOptions:
     overflow : {"dense", "clamp"}
         What a lambda >= 1 that results from F means for its request: no skipping, or lambda = 1.
     skip_criterion : {"threshold", "budget", "measure"}
-        The test. "measure" runs dense and fills `gaps`; it takes `order` and `vote_kv`. "budget"
-        (prefill only) bounds the omitted softmax mass by `skip_budget`; it is refused yet.
+        The test. "budget" (prefill only) keeps what each row omits of its softmax mass at or below
+        `skip_budget`. "measure" runs dense and fills `gaps`. Both take `order` and `vote_kv`, a
+        budget also `collect_stats` and `collect_bound`.
     skip_budget : float, optional
-        The epsilon of the budget criterion.
+        The epsilon of the budget criterion, in (0, 1].
     order : str
         Prefill only: visiting order of the tiles.
     vote_kv : {None, 64, 128}
@@ -241,7 +242,8 @@ class PlanOptions:
             if changed and not has_effect:
                 raise refusal(
                     f"{name} is given without a skip test, where it has no effect",
-                    f"{name} only with a threshold or a scale factor",
+                    f"{name} only with a threshold, a scale factor or a budget"
+                    + (" or skip_criterion='measure'" if name in ("order", "vote_kv") else ""),
                     f"Drop {name}, or pass skip_softmax_threshold=0.0 for a skip kernel that never "
                     f"skips",
                 )

@@ -159,10 +159,14 @@ _RULES: tuple[tuple[str, Callable[..., bool]], ...] = (
         "vote_kv",
         lambda op, head_dim_qk, vote_kv: (op, head_dim_qk, vote_kv) != ("prefill", 256, 128),
     ),
+    # What these keep does not fit the registers of a warpgroup beside gathered pages.
+    ("skip", lambda kv_path, skip: (kv_path, skip) != ("paged_gather", "budget")),
+    (
+        "vote_kv",
+        lambda kv_path, skip, vote_kv: (kv_path, skip, vote_kv) != ("paged_gather", "measure", 128),
+    ),
     ("stats", lambda skip, stats: skip not in ("dense", "measure") or not stats),
     ("bound", lambda skip, bound: skip not in ("dense", "measure") or not bound),
-    ("skip", lambda kv_dtype, skip: kv_dtype != "e4m3" or skip != "measure"),
-    ("bound", lambda kv_dtype, bound: kv_dtype != "e4m3" or not bound),
 )
 _READ_BY_RULE = [tuple(inspect.signature(holds).parameters) for _, holds in _RULES]
 

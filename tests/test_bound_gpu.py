@@ -52,6 +52,7 @@ PREFILL: dict[str, tuple[Any, ...]] = {
     "ascending": (LONG, (3, 1), 128, FP16, 1.0, {"order": ORDERS[2]}),
     "all": (MIX, (4, 2), 64, BF16, 0.02,
             {"window_left": 200, "logits_soft_cap": 10.0, "sinks": [-3.0, 2.0, 0.0, 5.0]}),
+    "wide": (LONG, (2, 1), 256, BF16, 0.02, {"causal": True}),
 }  # fmt: skip
 
 
@@ -89,6 +90,8 @@ DECODE: dict[str, dict[str, Any]] = {
     "several tokens": {"heads": (8, 2), "kv_lens": (5, 64, 65, 129, 9000, 66), "q_len": 4},
     "window": {"heads": (4, 2), "kv_lens": (1, 300, 9000), "window_left": 500,
                "sinks": [-3.0, 2.0, 0.0, 5.0], "logits_soft_cap": 20.0},
+    "wide": {"heads": (8, 2), "kv_lens": (300, 9000), "head_dim": 256},
+    "fp8": {"heads": (8, 2), "kv_lens": (300, 30_000), "kv_dtype": paged.FP8},
 }  # fmt: skip
 PLAN = ("window_left", "sinks", "logits_soft_cap")
 
@@ -100,6 +103,8 @@ def decode_variants(case: str) -> list[Variant]:
     if "sinks" in options:
         options["sinks"] = torch.empty(0)
     options["skip_softmax_threshold"] = 0.02
+    if "kv_dtype" in case_:
+        case_["kv_data_type"] = case_.pop("kv_dtype")
     group, head_dim = heads[0] // heads[1], case_.pop("head_dim", 128)
     return [paged.variant(group, head_dim, **case_, **options, **o) for o in (BOUND, {})]
 
@@ -114,13 +119,13 @@ def test_decode(case: str) -> None:
         options["sinks"] = torch.tensor(options["sinks"], device=batch.q.device)
     options["skip_softmax_threshold"] = 0.02
     wrapper = paged.plan(batch, **options, **BOUND)
-    out, lse, bound = wrapper.run(batch.q, batch.cache, return_lse=True)
+    out, lse, bound = wrapper.run(batch.q, batch.cache, return_lse=True, **batch.scales)
     plain = paged.run(paged.plan(batch, **options), batch)
     assert torch.equal(out, plain[0])
     assert torch.equal(lse, plain[1])
     exact, dense = (paged.oracle(wrapper, batch, x) for x in (0.02, None))
     assert_bound(bound, exact, dense, least=0.5)
-    again = wrapper.run(batch.q, batch.cache)[1]
+    again = wrapper.run(batch.q, batch.cache, **batch.scales)[1]
     assert torch.equal(again, bound)
 
 

@@ -42,6 +42,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "ascending": (LONG, (3, 1), 128, FP16, 0.01, {"order": ORDERS[2]}),
     "all": (MIX, (4, 2), 64, BF16, 0.1,
             {"window_left": 200, "logits_soft_cap": 10.0, "sinks": torch.empty(0)}),
+    "wide": (LONG, (2, 1), 256, BF16, 0.05, {"causal": True}),
 }  # fmt: skip
 COLLECT = {"collect_stats": True, "collect_bound": True}
 

@@ -30,6 +30,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "fp16": (MIX, (4, 2), 64, FP16, {"causal": True}),
     "all": (MIX, (4, 2), 64, BF16,
             {"window_left": 200, "logits_soft_cap": 10.0, "sinks": [-3.0, 2.0, 0.0, 5.0]}),
+    "wide": (LONG, (2, 1), 256, BF16, {"causal": True}),
 }  # fmt: skip
 
 
@@ -84,7 +85,7 @@ def test_prefill_gaps_are_the_oracles_and_the_output_is_dense(case: str) -> None
     assert_gaps(wrapper.gaps, exact)
     assert torch.equal(wrapper.gaps.sum(2), exact.counts[..., 1])
     dense = {k: v for k, v in options.items() if k not in ("order", "vote_kv")}
-    if case in ("sink", "fp16", "all"):  # the order of the dense kernel
+    if case not in ("coarse", "ascending"):  # the order of the dense kernel
         expected = prefill_gpu.attend(batch, **dense)
         assert torch.equal(out, expected[0])
         assert torch.equal(lse, expected[1])
@@ -126,6 +127,8 @@ DECODE = {
     "gathered": {"heads": (6, 2), "kv_lens": (700, 9000, 64), "page_size": 3},
     "several tokens": {"heads": (8, 2), "kv_lens": (5, 64, 65, 129, 9000, 66), "q_len": 4},
     "window": {"heads": (4, 2), "kv_lens": (1, 300, 9000), "head_dim": 64, "window_left": 500},
+    "wide": {"heads": (8, 2), "kv_lens": (300, 9000), "head_dim": 256},
+    "fp8": {"heads": (8, 2), "kv_lens": (300, 9000), "kv_dtype": paged.FP8},
 }
 
 
@@ -147,6 +150,7 @@ def decode_variants(
     heads: tuple[int, int], head_dim: int = 128, kv_lens: object = None, **options: Any
 ) -> list[Variant]:
     group = heads[0] // heads[1]
+    options = {"kv_data_type" if k == "kv_dtype" else k: x for k, x in options.items()}
     return [paged.variant(group, head_dim, **options, **o) for o in ({}, MEASURE)]
 
 
