@@ -170,7 +170,7 @@ def geometry_for(v: Variant, *, window_left: int) -> Geometry:
     assert isinstance(tile, PrefillTile)
     return Geometry.prefill(
         rows_per_block=tile.tile_q,
-        keys_per_load=max(tile.tile_kv, v.vote_kv or 0),  # the CPU decides on what no kernel can
+        keys_per_load=tile.tile_kv,
         keys_per_vote=v.vote_kv or DEFAULT_VOTE_KV,
         order=v.order or ORDERS[0],
         causal=v.causal,

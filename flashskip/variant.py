@@ -154,11 +154,6 @@ _RULES: tuple[tuple[str, Callable[..., bool]], ...] = (
     ("rows", lambda kv_dtype, head_dim_vo, rows: (rows or 0) <= _most_rows(kv_dtype, head_dim_vo)),
     ("order", lambda op, skip, order: (order is not None) == (op == "prefill" and skip != "dense")),
     ("vote_kv", lambda skip, vote_kv: (vote_kv is not None) == (skip != "dense")),
-    # Its load tiles hold 64 keys.
-    (
-        "vote_kv",
-        lambda op, head_dim_qk, vote_kv: (op, head_dim_qk, vote_kv) != ("prefill", 256, 128),
-    ),
     # What these keep does not fit the registers of a warpgroup beside gathered pages.
     ("skip", lambda kv_path, skip: (kv_path, skip) != ("paged_gather", "budget")),
     (
