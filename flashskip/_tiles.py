@@ -168,6 +168,10 @@ def _decode_tile(v: Variant) -> DecodeTile:
         registers = (88, 200, 216) if v.skip == "dense" else (88, 208, 208)
     elif v.head_dim_vo == 64 and v.kv_dtype == "e4m3":
         registers = (104, 224, 176)  # many small rows a tile to gather, few registers of keys
+    elif v.kv_dtype == "e4m3" and v.skip == "measure":
+        registers = (96, 216, 192)  # queries pass through registers of the loader
+    elif v.head_dim_vo == 64 and v.bound:
+        registers = (88, 232, 184)  # a small output leaves some to the scorer
     tile = DecodeTile(k_stages, v_stages, group, q_stages, *registers)
     while tile.shared_bytes(v) > MAX_SHARED_BYTES:
         tile = replace(tile, v_stages=tile.v_stages - 1)
