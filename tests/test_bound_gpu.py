@@ -70,7 +70,8 @@ def test_prefill(case: str) -> None:
     options = dict(given)
     if "sinks" in options:
         options["sinks"] = torch.tensor(options["sinks"], device=DEVICE)
-    batch = make_ragged(*lengths, *heads, head_dim, dtype, hot=0.3, gain=8.0, device=DEVICE)
+    gain = 8.0 * max(head_dim / 128, 1) ** 0.25  # hot scores are gain² / sqrt(head_dim) higher
+    batch = make_ragged(*lengths, *heads, head_dim, dtype, hot=0.3, gain=gain, device=DEVICE)
     options["skip_softmax_threshold"] = threshold
     wrapper = prefill_gpu.plan(batch, **options, **BOUND)
     out, lse, bound = wrapper.run(batch.q, batch.k, batch.v, return_lse=True)
@@ -114,7 +115,8 @@ def decode_variants(case: str) -> list[Variant]:
 def test_decode(case: str) -> None:
     kwargs = dict(DECODE[case])
     options = {n: kwargs.pop(n) for n in PLAN if n in kwargs}
-    batch = make_paged(kwargs.pop("kv_lens"), *kwargs.pop("heads"), gain=7.5, **kwargs)
+    gain = 7.5 * max(kwargs.get("head_dim", 128) / 128, 1) ** 0.25
+    batch = make_paged(kwargs.pop("kv_lens"), *kwargs.pop("heads"), gain=gain, **kwargs)
     if "sinks" in options:
         options["sinks"] = torch.tensor(options["sinks"], device=batch.q.device)
     options["skip_softmax_threshold"] = 0.02

@@ -189,20 +189,24 @@ def test_decode_gaps_do_not_depend_on_the_batch_and_replay() -> None:
         paged.variant(3, 64, page_size=1000, **MEASURE),
     ]
 )
-@pytest.mark.parametrize("qo_len", [1000, 1])
-def test_calibration_records_on_the_gpu_what_it_records_on_the_cpu(qo_len: int) -> None:
-    batch: Ragged = make_ragged((qo_len,), (1000,), 6, 2, 64, hot=0.3, gain=8.0, device=DEVICE)
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_calibration_records_on_the_gpu_what_it_records_on_the_cpu(phase: str) -> None:
+    """Decode: the last row, as a step of its own."""
+    batch: Ragged = make_ragged((1000,), (1000,), 6, 2, 64, hot=0.3, gain=8.0, device=DEVICE)
     heads_first = [x.transpose(0, 1)[None] for x in (batch.q, batch.k, batch.v)]
-    phase = "decode" if qo_len == 1 else "prefill"
     layer = torch.nn.Module()
-    recorders = [_Recorder([phase]), _Recorder([phase])]
-    for recorder, device in zip(recorders, (DEVICE, "cpu"), strict=True):
+    recorders = []
+    for device in (DEVICE, "cpu"):
+        recorder = _Recorder([phase], torch.tensor([999], device=device))
         recorder(layer, *(x.to(device) for x in heads_first), None)
+        recorders.append(recorder)
     found, expected = (recorder.gaps(phase).cpu().cumsum(2) for recorder in recorders)
     assert recorders[0].geometries == recorders[1].geometries
+    assert found[..., -1].min() > 0
     assert torch.equal(found[..., -1], expected[..., -1])
+    q = batch.q.cpu()[-1:] if phase == "decode" else batch.q.cpu()
     exact = reference.attention(
-        batch.q.cpu(), batch.k.cpu(), batch.v.cpu(), qo_indptr=[0, qo_len], kv_indptr=[0, 1000],
+        q, batch.k.cpu(), batch.v.cpu(), qo_indptr=[0, len(q)], kv_indptr=[0, 1000],
         geometry=recorders[0].geometries[phase],
     )  # fmt: skip
     assert exact.skip_map is not None

@@ -181,6 +181,7 @@ def test_reported_I05_the_inductor_gives_the_same_bits(mode: str) -> None:
         mine = q * (1 + step / 4)
         found, expected = compiled(mine, cache.pages).clone(), attend(mine, cache.pages)
         assert torch.equal(found, expected)
+    found = wrapper.run(mine * 2, cache.pages)  # whose 1 more would round away what is compared
     for i, (_, k, v) in enumerate(requests):
         exact, _ = ref64((mine[i : i + 1].cpu() * 2, k, v))
-        assert_close(found[i : i + 1].cpu(), exact + 1)
+        assert_close(found[i : i + 1].cpu(), exact)
