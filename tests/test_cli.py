@@ -246,11 +246,11 @@ def test_a_shape_without_a_kernel_is_refused_by_name() -> None:
 
 
 def test_a_model_without_kernels_is_named_with_its_file(run: Run, tmp_path: Path) -> None:
-    gemma2 = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256}
-    (tmp_path / "gemma2.json").write_text(json.dumps(gemma2))
-    status, _, errors = run("warmup", "--config", tmp_path / "gemma2.json")
+    odd = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 80}
+    (tmp_path / "odd.json").write_text(json.dumps(odd))
+    status, _, errors = run("warmup", "--config", tmp_path / "odd.json")
     assert status == 1
-    assert re.search(r"gemma2\.json: the model needs .*head_dim_qk=256.*64, 128\. Run it", errors)
+    assert re.search(r"odd\.json: the model needs .*head_dim_qk=80.*64, 96.*\. Run it", errors)
 
 
 @pytest.mark.parametrize(("inner", "dtype"), [({}, "fp16"), ({"dtype": "bfloat16"}, "bf16")])
