@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_llama import tiny_llama
 
 from benchmarks import accuracy_report as report
 from benchmarks import needles, texts
@@ -15,18 +16,7 @@ PROMPT, LENGTH = 330, 346
 
 
 def tiny_model():
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=97,
-        hidden_size=48,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        attn_implementation="sdpa",
-    )
-    model = transformers.LlamaForCausalLM(config).eval()
+    model = tiny_llama()
     for layer in model.model.layers:
         layer.self_attn.q_proj.weight.data *= 1000  # sharp heads: something to skip
     tokens = torch.randint(97, (LENGTH,))

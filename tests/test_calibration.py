@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from tiny_llama import tiny_llama
 
 from flashskip import SkipSoftmaxConfig, reference
 from flashskip.calibration import (
@@ -325,24 +326,9 @@ def test_report(tmp_path):
 # -- a model
 
 
-def tiny_model():
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=97,
-        hidden_size=48,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        attn_implementation="sdpa",
-    )
-    return transformers.LlamaForCausalLM(config).eval()
-
-
 @pytest.mark.llm
 def test_measures_a_model_and_leaves_it_as_it_was():
-    model = tiny_model()
+    model = tiny_llama()
     tokens = torch.randint(97, (1, 304))
     with torch.no_grad():
         before = model(tokens).logits
@@ -365,7 +351,7 @@ def test_measures_a_model_and_leaves_it_as_it_was():
 
 @pytest.mark.llm
 def test_one_text_at_a_time_is_measured():
-    model = tiny_model()
+    model = tiny_llama()
     with pytest.raises(ValueError, match=r"two is \(2, 8\); expected tokens \(1, length\)"):
         next(measure(model, [("two", torch.zeros(2, 8, dtype=torch.int64))]))
     with pytest.raises(ValueError, match="decode_steps is 0"):
@@ -374,7 +360,7 @@ def test_one_text_at_a_time_is_measured():
 
 @pytest.mark.llm
 def test_command(tmp_path, monkeypatch, capsys):
-    model = tiny_model()
+    model = tiny_llama()
     for layer in model.model.layers:
         layer.self_attn.q_proj.weight.data *= 300  # sharp heads: something to skip
 
