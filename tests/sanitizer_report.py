@@ -112,12 +112,18 @@ def is_the_mailbox(finding: str) -> bool:
 # lines that read, by what they say. Arriving releases what the lane has seen, and __syncwarp let it
 # see the other lanes' writes, so the reads are ordered. racecheck (2025.3 and 2026.4) counts for an
 # arrival only what the arriving lane wrote itself: words that this lane wrote in the same places,
-# and that the same lines read, are not reported.
+# and that the same lines read, are not reported. The same holds for what all lanes have read, one
+# announces as free, and another warp then overwrites.
 HANDED_ON = (
     # a loader of K to the loaders of V: page ids of a tile
     (
         ("source.page_ids[id] = page;",),
         ("page = source.page_ids[id % PAGE_IDS];",),
+    ),
+    # the weigher back to the scorer: all lanes have read what the tile of a free stage was
+    (
+        ("shared.kept[wanted.stage] = tile;",),
+        ("const KeptTile tile = shared.kept[ring.stage];",),
     ),
     # the scorer to the weigher: factors of columns; at the end maxima, sums and what is omitted
     (

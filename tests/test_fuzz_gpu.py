@@ -14,6 +14,7 @@ import pytest
 import torch
 from fuzz_examples import NUMBERS, draw, variants
 from fuzz_judge import check
+from helpers import assert_within_budget
 
 from flashskip.variant import Variant
 
@@ -49,6 +50,18 @@ def test_random_calls(number: int, receipt_notes: dict[str, Any]) -> None:
 @pytest.mark.parametrize("number", NUMBERS[::2])
 def test_examples_on_the_cpu(number: int) -> None:
     check(variants()[number], 1, device="cpu", longest=70)
+
+
+def test_an_output_below_fp16s_normal_numbers_is_held_to_their_spacing() -> None:
+    """A sink may leave a row so little that fp16 rounds it by more than its weights' precision."""
+    spacing = 2.0**-24
+    exact = torch.tensor([[5.4 * spacing]], dtype=torch.float64)
+    eager, rounded = exact.bfloat16(), exact.half().bfloat16()
+    assert_within_budget(rounded, exact, eager, spacing)
+    with pytest.raises(AssertionError, match="times the budget"):
+        assert_within_budget(rounded, exact, eager)
+    with pytest.raises(AssertionError, match="times the budget"):
+        assert_within_budget((rounded + 2 * spacing).bfloat16(), exact, eager, spacing)
 
 
 def test_kernels_are_few_and_of_both_operations() -> None:
