@@ -10,13 +10,7 @@ constexpr int LOADER_ARRIVALS = 2;    // on the barrier of a loaded stage
 constexpr bool TAIL_IS_ZERO = false;  // rows past the last key are whatever the page holds
 constexpr int PAGE_IDS = 8;           // at most, in a tile
 
-// How a tile falls into boxes.
-struct Boxes {
-  int log2_rows, log2_count, count;  // rows of a box, boxes of a chunk
-
-  FS_DEVICE explicit Boxes(int page_size)
-      : log2_rows(__ffs(min(page_size, DECODE_TILE_KV)) - 1), log2_count(6 - log2_rows), count(1 << log2_count) {}
-};
+using Boxes = PageBoxes<DECODE_TILE_KV>;
 
 // Page ids of the tiles of a segment, 32 boxes a load, the next load always under way.
 template <class Params>
@@ -63,7 +57,6 @@ struct PageReader {
     next_ids = fetch(group + tiles_per_load());
   }
 };
-static_assert(DECODE_TILE_KV == 64, "Boxes counts on it");
 
 template <class Tile, int HEAD_DIM>
 struct TileLoader {

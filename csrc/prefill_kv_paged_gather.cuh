@@ -59,10 +59,12 @@ struct KvLoader {
     fetch(work, next_tile);
   }
 
-  template <int HEAD_DIM>
-  FS_DEVICE void load(const WorkItem&, const CacheView& cache, const void* stage, uint64_t& loaded, int tile) const {
+  template <int HEAD_DIM, class Wait>
+  FS_DEVICE void load(const WorkItem&, const CacheView& cache, int tile, const void* stage, uint64_t& loaded,
+                      const Wait& until_released) const {
     const uint64_t policy = createpolicy_evict_last();
     const int piece = threadIdx.x % 8, sub = threadIdx.x % 32 / 8;  // of this lane: 16 bytes of a chunk's row
+    until_released();
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
       const uint32_t token = page_size().place(tile * TILE_KV + own_row(i)).token;

@@ -47,23 +47,25 @@ struct KvLoader {
   }
 
   // Boxes and chunks are dealt to the warps in turn.
-  template <int HEAD_DIM>
-  FS_DEVICE void load(const WorkItem&, const TensorMap* map, const void* stage, uint64_t& loaded, int tile) const {
+  template <int HEAD_DIM, class Wait>
+  FS_DEVICE void load(const WorkItem&, const TensorMap* map, int tile, const void* stage, uint64_t& loaded,
+                      const Wait& until_released) const {
     constexpr int CHUNKS = num_chunks(HEAD_DIM);
     static_assert(TILE_KV / 8 * CHUNKS <= 32 * LOADER_WARPS, "a lane has one box at most");
     const PageBoxes<TILE_KV> boxes = this->boxes();
     const int warp = threadIdx.x / 32 % LOADER_WARPS, item = threadIdx.x % 32 * LOADER_WARPS + warp;
     const int box = item / CHUNKS, chunk = item % CHUNKS;
     const int page_of_box = __shfl_sync(~0u, page, box);
+    const int token = boxes.count == 1 ? page_size().place(tile * TILE_KV).token : 0;
+    const uint32_t to = shared_address(stage) + (chunk * TILE_KV + (box << boxes.log2_rows)) * CHUNK_ROW_BYTES;
+    const int mine = (boxes.count * CHUNKS - warp + LOADER_WARPS - 1) / LOADER_WARPS;
     const uint64_t policy = createpolicy_evict_last();
+    until_released();
     if (threadIdx.x % 32 == 0) {
-      const int mine = (boxes.count * CHUNKS - warp + LOADER_WARPS - 1) / LOADER_WARPS;
       mbarrier_arrive_expect_tx(shared_address(&loaded), (mine << boxes.log2_rows) * CHUNK_ROW_BYTES);
     }
     __syncwarp();  // the bytes are announced before any can arrive
     if (box >= boxes.count) return;
-    const int token = boxes.count == 1 ? page_size().place(tile * TILE_KV).token : 0;
-    tma_load_4d(shared_address(stage) + (chunk * TILE_KV + (box << boxes.log2_rows)) * CHUNK_ROW_BYTES, map,
-                shared_address(&loaded), policy, chunk * CHUNK_COLUMNS, token, kv_head, page_of_box);
+    tma_load_4d(to, map, shared_address(&loaded), policy, chunk * CHUNK_COLUMNS, token, kv_head, page_of_box);
   }
 };

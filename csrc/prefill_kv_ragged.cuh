@@ -22,9 +22,10 @@ struct KvLoader {
 
   FS_DEVICE void advance(const WorkItem&, int) {}
 
-  template <int HEAD_DIM>
-  FS_DEVICE void load(const WorkItem& work, const TensorMap* map, const void* stage, uint64_t& loaded,
-                      int tile) const {
+  template <int HEAD_DIM, class Wait>
+  FS_DEVICE void load(const WorkItem& work, const TensorMap* map, int tile, const void* stage, uint64_t& loaded,
+                      const Wait& until_released) const {
+    until_released();
     if (threadIdx.x % 32 != 0) return;
     mbarrier_arrive_expect_tx(shared_address(&loaded), tile_bytes(TILE_KV, HEAD_DIM));
     load_rows<HEAD_DIM>(stage, map, loaded, createpolicy_evict_last(), TILE_KV, tile * TILE_KV - work.kv_len, kv_head,

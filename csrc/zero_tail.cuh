@@ -9,6 +9,7 @@
 template <int HEAD_DIM, int TILE_KV>
 FS_DEVICE void zero_tail(uint32_t tile, int keys) {
   constexpr int PIECES = CHUNK_ROW_BYTES / 16;
+#pragma unroll 1
   for (int i = keys * PIECES + threadIdx.x % 128; i < TILE_KV * PIECES; i += 128) {
 #pragma unroll
     for (int chunk = 0; chunk < num_chunks(HEAD_DIM); chunk++) {
