@@ -22,22 +22,21 @@ class Curves:
     def __init__(self) -> None:
         self._sums: dict[tuple[Any, ...], Tensor] = {}
 
-    def add(self, name: tuple[Any, ...], at: int, counts: Tensor, lse: Tensor, dense: Tensor):
-        """Add what one run at the threshold of number `at` counted, and its LSEs (base 2)."""
+    def add(self, name: tuple[Any, ...], counts: Tensor, lse: Tensor, dense: Tensor) -> None:
+        """Add what runs at all thresholds counted, and their LSEs (base 2)."""
         shift = (dense - lse).double()
-        omitted = (-torch.expm1(-shift * math.log(2))).clamp(min=0)
-        self.add_omitted(name, at, counts, omitted, shift)
+        self.add_omitted(name, counts, (-torch.expm1(-shift * math.log(2))).clamp(min=0), shift)
 
     def add_omitted(
-        self, name: tuple[Any, ...], at: int, counts: Tensor, omitted: Tensor, shift: Tensor
+        self, name: tuple[Any, ...], counts: Tensor, omitted: Tensor, shift: Tensor
     ) -> None:
-        """`counts` ends in (skipped, visited); the others have a number for each row."""
-        rows = torch.full((), omitted.numel(), device=omitted.device)
-        skipped, visited = counts.reshape(-1, 2).sum(0).double()
-        found = torch.stack([skipped, visited, omitted.sum(), shift.sum(), rows])
-        if name not in self._sums:
-            self._sums[name] = found.new_zeros(len(LOG2), 5)
-        self._sums[name][at] += found
+        """Add counts ``[thresholds, ..., 2]``; the others have a number for each row."""
+        counts, omitted, shift = (
+            x.reshape(len(LOG2), -1, n) for x, n in ((counts, 2), (omitted, 1), (shift, 1))
+        )
+        rows = torch.full_like(omitted[:, :1, 0], omitted.shape[1])
+        sums = [x.sum(1).double() for x in (counts, omitted, shift)]
+        self._sums[name] = self._sums.get(name, 0) + torch.cat([*sums, rows], 1)
 
     def points(self) -> dict[tuple[Any, ...], Curve]:
         """Return each curve: at each threshold, the share skipped and what rows lost on average."""
@@ -51,13 +50,15 @@ class Curves:
         return found
 
 
-def sweep(wrapper: Any, threshold: Tensor, run: Callable[[], Tensor]) -> Any:
-    """Run at each threshold; yield its number, the counts and what `run` returns."""
-    for at, log2 in enumerate(LOG2):
+def sweep(wrapper: Any, threshold: Tensor, run: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+    """Run at each threshold; return counts and LSEs, both ``[thresholds, ...]``."""
+    counts, lses = [], []
+    for log2 in LOG2:
         threshold.fill_(2.0**log2)
         wrapper.reset_stats()
-        result = run()
-        yield at, wrapper.stats, result
+        lses.append(run())
+        counts.append(wrapper.stats.clone())
+    return torch.stack(counts), torch.stack(lses)
 
 
 def rate_at(curve: Curve, omitted: float = OMITTED) -> tuple[float, bool]:

@@ -29,8 +29,9 @@ from flashskip.geometry import ORDERS
 from flashskip.integrations._phases import workspace
 
 RESULTS = Path(__file__).parent / "results" / "orders.json"
-TEXTS = ("reference 1", "reference 5", "_pyio", "inspect")  # prose and code, nothing fitted on them
+TEXTS = ("reference 1", "_pyio")  # prose and code, nothing was fitted on them
 TOKENS = 8192
+LAYERS = 3  # every third one is studied
 PAGE = seeds.TILE
 ALONE_AT = 2.0**-6  # threshold at which requests run alone as well
 LOOKED_AT = {name: ends for name, ends in seeds.SEEDS.items() if ends[0]}
@@ -59,11 +60,10 @@ class Prefill:
         """Add to the curves; return the dense output. All ``[tokens, heads, dim]``."""
         out, dense = self.dense.run(q, k, v, return_lse=True)
         for name, wrapper in self.skipping.items():
-            runs = sweep(
+            found = sweep(
                 wrapper, self.threshold, lambda w=wrapper: w.run(q, k, v, return_lse=True)[1]
             )
-            for at, counts, lse in runs:
-                self.curves.add(("order", *name), at, counts, lse, dense)
+            self.curves.add(("order", *name), *found, dense)
         return out
 
 
@@ -86,7 +86,12 @@ class Decode:
             for length, first in zip(lengths, first_pages, strict=True)
         ]
         self.tails = (self.lengths - 1) % PAGE + 1
-        self.full = torch.nonzero(self.tails == PAGE)[:, 0]
+        self.by_tail = {
+            int(t): torch.nonzero(self.tails == t)[:, 0].to(self.device)
+            for t in self.tails.unique()
+        }
+        self.full = self.by_tail[PAGE]
+        self.tables = {r: self._table([self.pages[r]], [PAGE]) for r in self.full.tolist()}
         self.threshold = torch.zeros(len(lengths), device=like.device)
         table = self._table(self.pages, self.tails.tolist())
         self.dense, self.seeded, self.alone = (
@@ -110,28 +115,24 @@ class Decode:
             self._run_restarting(splits, q, (k, v), dense[self.full])
 
     def _run_seeded(self, q: Tensor, cache: tuple[Tensor, Tensor], dense: Tensor) -> None:
-        runs = sweep(
+        counts, lse = sweep(
             self.seeded, self.threshold, lambda: self.seeded.run(q, cache, return_lse=True)[1]
         )
-        by_tail = {int(t): torch.nonzero(self.tails == t)[:, 0] for t in self.tails.unique()}
-        for at, counts, lse in runs:
-            for tail, own in by_tail.items():
-                name = ("tail", self.kind, tail)
-                self.curves.add(name, at, counts[own], lse[own], dense[own])
+        for tail, own in self.by_tail.items():
+            self.curves.add(("tail", self.kind, tail), counts[:, own], lse[:, own], dense[own])
 
     def _run_alone(self, q: Tensor, cache: tuple[Tensor, Tensor]) -> None:
         """Count the requests that decide otherwise alone, cut over the whole GPU, than in here."""
         self.threshold.fill_(ALONE_AT)
         self.seeded.reset_stats()
         self.seeded.run(q, cache)
-        for r in range(len(self.pages)):
-            table = self._table([self.pages[r]], [int(self.tails[r])])
+        for r, table in self.tables.items():
             self.alone.plan(
                 *table, *self.shape, PAGE, skip_softmax_threshold=ALONE_AT, **self.options
             )
             self.alone.run(q[r : r + 1], cache)
             self.differing += (self.alone.stats[0] != self.seeded.stats[r]).any()
-        self.ran_alone += len(self.pages)
+        self.ran_alone += len(self.tables)
 
     def _restarting(self, splits: int) -> tuple[BatchPrefillWrapper, Tensor]:
         """Plan each split as a request of its own, ascending: the group's heads are its rows.
@@ -140,7 +141,7 @@ class Decode:
         the page table: it makes a load tile alone, and shares of the softmax are what they were.
         """
         heads, kv_heads, dim = self.shape
-        parts = [p for r in self.full for p in np.array_split(self.pages[r], splits)]
+        parts = [p for r in self.tables for p in np.array_split(self.pages[r], splits)]
         table = self._table([p.repeat(2) for p in parts], [PAGE] * len(parts))
         rows = torch.arange(len(parts) + 1, dtype=torch.int32, device=self.device)
         threshold = torch.zeros(len(parts), device=self.device)
@@ -154,7 +155,7 @@ class Decode:
     def _run_restarting(
         self, splits: int, q: Tensor, cache: tuple[Tensor, Tensor], dense: Tensor
     ) -> None:
-        """Run and merge the splits; rows become ``[requests, splits, rows of a group, kv heads]``."""
+        """Run and merge the splits; their rows are ``[requests, splits, group, kv heads]``."""
         heads, kv_heads, dim = self.shape
         requests, group = len(self.full), heads // kv_heads
         rows = q[self.full].view(requests, 1, kv_heads, group, dim).transpose(2, 3)
@@ -167,8 +168,7 @@ class Decode:
             states = out.view(requests, splits, heads, dim), lse.view(requests, splits, heads)
             return merge_states(*states)[1] - 1  # each key was there twice
 
-        for at, counts, lse in sweep(wrapper, threshold, run):
-            self.curves.add(("split", self.kind, splits), at, counts, lse, dense)
+        self.curves.add(("split", self.kind, splits), *sweep(wrapper, threshold, run), dense)
 
     def _table(self, pages: list[Any], tails: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         indptr = np.cumsum([0, *map(len, pages)])
@@ -181,7 +181,7 @@ def add_reference(curves: Curves, kind: str, lengths: Tensor, q: Tensor, k: Tens
 
     q is ``[requests, heads, dim]``; k, ``[kv heads, keys, dim]``, serves all requests.
     """
-    requests, heads, dim = q.shape
+    requests, dim = q.shape[0], q.shape[-1]
     rows = q.float().view(requests, k.shape[0], -1, dim)
     s = torch.einsum("rghd,gkd->rghk", rows, k.float()) * (math.log2(math.e) / math.sqrt(dim))
     ends = lengths.to(q.device)[:, None, None, None]
@@ -194,25 +194,23 @@ def add_reference(curves: Curves, kind: str, lengths: Tensor, q: Tensor, k: Tens
     tails = (lengths - 1) % PAGE + 1
     for name, (_, count) in LOOKED_AT.items():
         in_seed = (number == 0) | ((number > last - count) & (number <= last))
-        seed = t.masked_fill(~in_seed, -math.inf).amax(-1, keepdim=True)
-        gaps = (t - seed).amax(2)
-        for at, log2 in enumerate(LOG2):
-            skip = visited & (gaps < log2)
-            omitted = (mass * skip[:, :, None]).sum(-1).double()
-            counts = torch.stack([skip.sum(-1), visited.sum(-1)], -1)
-            for tail in tails.unique().tolist():
-                own = (tails == tail).to(q.device)
-                curves.add_omitted(
-                    ("reference", kind, name, int(tail)), at, counts[own], omitted[own],
-                    -torch.log2(1 - omitted[own]),
-                )  # fmt: skip
+        gaps = (t - t.masked_fill(~in_seed, -math.inf).amax(-1, keepdim=True)).amax(2)
+        skips = [visited & (gaps < log2) for log2 in LOG2]
+        omitted = torch.stack([(mass * skip[:, :, None]).sum(-1) for skip in skips]).double()
+        skipped = torch.stack([skip.sum(-1) for skip in skips])
+        counts = torch.stack([skipped, visited.sum(-1).expand_as(skipped)], -1)
+        shift = -torch.log2(1 - omitted)
+        for tail in tails.unique().tolist():
+            own = torch.nonzero(tails == tail)[:, 0].to(q.device)
+            parts = (x[:, own] for x in (counts, omitted, shift))
+            curves.add_omitted(("reference", kind, name, tail), *parts)
 
 
 class Model:
-    """In the place of a model's attention: dense, and the study of each layer."""
+    """In the place of a model's attention: dense, and the study of every so many-th layer."""
 
-    def __init__(self, curves: Curves, decoded: int, name: str = "SmolLM2") -> None:
-        self.curves, self.decoded, self.name = curves, decoded, name
+    def __init__(self, curves: Curves, decoded: int, every: int, name: str = "SmolLM2") -> None:
+        self.curves, self.decoded, self.every, self.name = curves, decoded, every, name
         self.prefill: Prefill | None = None
 
     def __call__(
@@ -222,6 +220,8 @@ class Model:
             self._plan(query, key)
         assert self.prefill is not None
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        if module.layer_idx % self.every:
+            return self.prefill.dense.run(q, k, v)[None], None
         out = self.prefill.run(q, k, v)
         steps = q[self.lengths.to(q.device) - 1].contiguous()
         pages = (x[0].unflatten(1, (-1, PAGE)).transpose(0, 1).contiguous() for x in (key, value))
@@ -279,10 +279,12 @@ def study(device: str, commit: str) -> dict[str, Any]:
     start = time.perf_counter()
     curves = Curves()
     model, tokenizer = demo.load(None, device)
-    attend = Model(curves, decoded=32)
+    print(f"loaded after {time.perf_counter() - start:.1f} s", flush=True)
+    attend = Model(curves, decoded=32, every=LAYERS)
     with exchanged_attention(model, attend):
-        for _, tokens in pieces(tokenizer):
+        for name, tokens in pieces(tokenizer):
             model(tokens.to(device), use_cache=False, logits_to_keep=1)
+            print(f"{name} after {time.perf_counter() - start:.1f} s", flush=True)
     decodes = {attend.name: attend.decode}
     like = next(model.parameters())
     for kind in seeds.KINDS:
@@ -294,7 +296,7 @@ def study(device: str, commit: str) -> dict[str, Any]:
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "machine": machine.describe(torch.device(device), commit),
-        "model": "SmolLM2-135M-Instruct", "texts": TEXTS, "tokens": TOKENS,
+        "model": "SmolLM2-135M-Instruct", "texts": TEXTS, "tokens": TOKENS, "every_layer": LAYERS,
         "synthetic_keys": seeds.KEYS, "omitted": OMITTED, "log2_thresholds": LOG2,
         "seconds": round(time.perf_counter() - start, 1), "alone": alone,
         "curves": [{"name": name, **curve} for name, curve in curves.points().items()],
