@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import orders, seeds
+from benchmarks import orders, orders_report, seeds
 from benchmarks.curves import LOG2, Curves, rate_at
 
 KEYS = 512
@@ -90,3 +90,18 @@ def test_results_are_written_as_json(tmp_path):
     results = {"a": 1, "curves": [{"name": ["x"]}, {"name": ["y"]}]}
     orders.save(results, tmp_path / "r.json")
     assert json.loads((tmp_path / "r.json").read_text()) == results
+
+
+def test_the_pages_say_what_the_results_say():
+    results = json.loads(orders.RESULTS.read_text())
+    for name, own in orders_report.tables(results).items():
+        page = (orders_report.DOCS / "kernels" / name).read_text()
+        for mark, table in own.items():
+            assert f"<!-- {mark}: begin -->\n{table}\n<!-- {mark}: end -->" in page
+
+
+def test_a_request_decides_alone_as_in_a_batch():
+    """Alone it is cut over the whole GPU, in the batch hardly."""
+    for kind, alone in json.loads(orders.RESULTS.read_text())["alone"].items():
+        assert alone["requests"] > 0, kind
+        assert alone["differing"] == 0, kind
