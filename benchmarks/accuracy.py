@@ -25,6 +25,7 @@ from torch import Tensor
 from benchmarks import machine, needles, texts
 from benchmarks.accuracy_report import AROUND_HALF
 from benchmarks.forced import Forced, LocalErrors, logits, losses
+from benchmarks.result_file import save
 from flashskip import SkipSoftmaxConfig, UnsupportedVariant
 from flashskip.calibration import Fit, Measurement, calibrate, misses, pooled, write_report
 from flashskip.calibration.measure import measure
@@ -216,7 +217,7 @@ class Accuracy:
         self.results["seconds"][name] = round(time.perf_counter() - start, 1)
         print(f"{name}: {self.results['seconds'][name]} s", flush=True)
         self.out.parent.mkdir(parents=True, exist_ok=True)
-        self.out.write_text(json.dumps(self.results, indent=1) + "\n")
+        save(self.out, self.results)
 
     def describe(self, device: torch.device, commit: str) -> None:
         """Note where, when and on what."""

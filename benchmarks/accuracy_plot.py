@@ -11,6 +11,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from benchmarks.accuracy_report import PHASES, Record, Results, achieved, change
+from benchmarks.plot import tidy
 
 _COLOURS = ("#1f6fb4", "#c4541a", "#2a8a57")
 _INK, _MUTED = "#222222", "#8a8a8a"
@@ -97,9 +98,7 @@ def _means(records: Iterable[Record], knob: str, value: Any) -> tuple[list[float
 
 def _style(axes: Any) -> None:
     axes.set_xlim(-0.02, 0.97)
-    axes.grid(color="#e6e6e6", lw=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    tidy(axes)
     axes.legend(frameon=False, fontsize=8)
 
 

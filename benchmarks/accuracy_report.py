@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from benchmarks.pages import fill, table
 
 Results = dict[str, Any]
 Record = dict[str, Any]
@@ -42,14 +43,7 @@ def change_at(records: Sequence[Record], share: float) -> float | None:
 
 def write_page(results: Results, page: Path) -> None:
     """Replace what stands between the page's pairs of marks."""
-    text = page.read_text()
-    for name, table in tables(results).items():
-        pattern = rf"(<!-- {name}: begin -->\n).*?(<!-- {name}: end -->)"
-        new = f"{table}\n"
-        text, count = re.subn(pattern, lambda m, new=new: f"{m[1]}{new}{m[2]}", text, flags=re.S)
-        if count != 1:
-            raise ValueError(f"{page} has {count} places for {name}; expected one pair of marks")
-    page.write_text(text)
+    fill(page, tables(results))
 
 
 def tables(results: Results) -> dict[str, str]:
@@ -100,7 +94,7 @@ def calibration_table(results: Results) -> str:
                 f"{abs(missed).max():.1f}", f"{missed.mean():+.1f}", str(len(x[key]) - len(missed)),
             ])  # fmt: skip
             about = ["", "", "", "", ""]
-    return _table(header, body)
+    return table(header, body)
 
 
 def misses(cases: Iterable[Record]) -> npt.NDArray[np.float64]:
@@ -120,7 +114,7 @@ def perplexity_table(results: Results) -> str:
             dense = math.exp(np.mean([r["dense"] for r in own]))
             cells = [_changes([r for r in own if r["level"] == x]) for x in levels]
             body.append([str(tokens), phase, f"{dense:.2f}", *cells])
-    return _table(header, body)
+    return table(header, body)
 
 
 def half_table(results: Results) -> str:
@@ -150,7 +144,7 @@ def half_table(results: Results) -> str:
             share = share_at(here, LIMIT)
             cells.append("–" if math.isnan(share) else f"{100 * share:.0f} %")
             body.append([str(tokens), phase, *cells])
-    return _table(header, body)
+    return table(header, body)
 
 
 def share_at(records: Iterable[Record], limit: float) -> float:
@@ -188,7 +182,7 @@ def retrieval_table(results: Results) -> str:
             for phase in PHASES:
                 at = [[r for r in own if (r["phase"], r["level"]) == (phase, x)] for x in levels]
                 body.append([str(tokens), str(keys), phase, dense, *map(_answers, at)])
-    return _table(header, body)
+    return table(header, body)
 
 
 def budget_table(results: Results) -> str:
@@ -207,7 +201,7 @@ def budget_table(results: Results) -> str:
         half = _percent(np.mean(reached)) if reached else "out of reach"
         cells = [_changes([r for r in own if r["budget"] == x]) for x in budgets]
         body.append([str(tokens), *cells, half])
-    return _table(header, body)
+    return table(header, body)
 
 
 def bound_table(results: Results) -> str:
@@ -229,7 +223,7 @@ def bound_table(results: Results) -> str:
                 f"{100 * x['output_error']:.2f} %",
             ])  # fmt: skip
     figure = "![bound, omitted mass and output error](figures/accuracy_bound.svg)"
-    return f"{_table(header, body)}\n\n{figure}"
+    return f"{table(header, body)}\n\n{figure}"
 
 
 _LOCAL = ("achieved", "bound", "omitted", "output_error")
@@ -264,8 +258,3 @@ def _values(records: Iterable[Record], key: str) -> list[Any]:
 
 def _percent(x: float) -> str:
     return f"{100 * x:+.2f} %"
-
-
-def _table(header: list[str], body: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *body]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

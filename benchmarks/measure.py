@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
@@ -22,6 +21,7 @@ from benchmarks.groups import GROUPS, HOST_CASES
 from benchmarks.peers import CONTESTANTS
 from benchmarks.peers.flashskip import first_plan_seconds
 from benchmarks.report import summary
+from benchmarks.result_file import save
 from benchmarks.timing import Clock, interleave
 
 Results = dict[str, Any]
@@ -233,10 +233,3 @@ def new_results(group: str, device: torch.device, commit: str = "") -> Results:
         "died": [],
         "not_run": [],
     }
-
-
-def save(path: Path, results: Results) -> None:
-    """Write the file whole or not at all."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(results, indent=1) + "\n")
-    os.replace(partial, path)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from benchmarks import machine, seeds, texts
 from benchmarks.curves import LOG2, OMITTED, Curves, sweep
+from benchmarks.result_file import save
 from flashskip import BatchDecodeWrapper, BatchPrefillWrapper, merge_states
 from flashskip.geometry import ORDERS
 from flashskip.integrations._phases import workspace
@@ -303,13 +304,6 @@ def study(device: str, commit: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def save(results: dict[str, Any], path: Path) -> None:
-    """Write a curve a line."""
-    *curves, last = (json.dumps(curve) for curve in results["curves"])
-    head = json.dumps(results | {"curves": []}, indent=1).removesuffix("[]\n}")
-    path.write_text(head + "[\n" + "".join(f"  {c},\n" for c in curves) + f"  {last}\n ]\n}}\n")
-
-
 def main() -> None:
     """Parse the command line and do what it says."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.orders", description=__doc__)
@@ -321,7 +315,7 @@ def main() -> None:
     commands.add_parser("plot", help="write its figures")
     arguments = parser.parse_args()
     if arguments.command == "run":
-        save(study("cuda", arguments.commit), arguments.out)
+        save(arguments.out, study("cuda", arguments.commit))
         return
     from benchmarks import orders_report
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
-from benchmarks.curves import Curve, rate_at
+from benchmarks.curves import OMITTED, Curve, rate_at
+from benchmarks.pages import fill, table
 from benchmarks.seeds import KINDS, SEEDS, SPLITS, TAILS
+from flashskip.geometry import ORDERS
 
 DOCS = Path(__file__).parents[1] / "docs"
 MODEL = "SmolLM2"
 SHOWN = (-10.0, -7.0, -4.0)  # log2 of thresholds
 MASSES = (0.001, 0.01)
-ORDER_NAMES = {
-    "diagonal_sink_descending": "diagonal, sink, descending",
-    "descending": "descending",
-    "ascending": "ascending",
-}
+ORDER_NAMES = {order: order.replace("_", ", ") for order in ORDERS}
 Results = dict[str, Any]
 
 
@@ -37,16 +34,7 @@ def tables(results: Results) -> dict[str, dict[str, str]]:
 def write_pages(results: Results) -> None:
     """Replace what stands between the pages' pairs of marks."""
     for name, own in tables(results).items():
-        page = DOCS / "kernels" / name
-        text = page.read_text()
-        for mark, table in own.items():
-            pattern = rf"(<!-- {mark}: begin -->\n).*?(<!-- {mark}: end -->)"
-            text, count = re.subn(
-                pattern, lambda m, new=table: f"{m[1]}{new}\n{m[2]}", text, flags=re.S
-            )
-            if count != 1:
-                raise ValueError(f"{page} has {count} places for {mark}; expected one")
-        page.write_text(text)
+        fill(DOCS / "kernels" / name, own)
 
 
 def orders_table(results: Results) -> str:
@@ -61,7 +49,7 @@ def orders_table(results: Results) -> str:
             at = [log2.index(x) for x in SHOWN]
             cells = [f"{_percent(curve['skipped'][i])}; {_mass(curve['omitted'][i])}" for i in at]
             body.append([name, str(vote_kv), *cells, *(_rate(curve, x) for x in MASSES)])
-    return _table(header, body)
+    return table(header, body)
 
 
 def splits_table(results: Results) -> str:
@@ -72,7 +60,7 @@ def splits_table(results: Results) -> str:
     for kind in (MODEL, *KINDS):
         restarting = [_rate(own["split", kind, n]) for n in SPLITS]
         body.append([kind, _rate(own["tail", kind, TAILS[-1]]), *restarting])
-    return _table(header, body)
+    return table(header, body)
 
 
 def tails_table(results: Results) -> str:
@@ -82,7 +70,7 @@ def tails_table(results: Results) -> str:
     for name in SEEDS:
         if ("reference", MODEL, name, TAILS[0]) in own:
             body.append([name, *(_rate(own["reference", MODEL, name, n]) for n in TAILS)])
-    return _table(["seed", *map(str, TAILS)], body)
+    return table(["seed", *map(str, TAILS)], body)
 
 
 def write_figures(results: Results) -> None:
@@ -102,6 +90,8 @@ def write_figures(results: Results) -> None:
 def _draw_orders(results: Results) -> Any:
     from matplotlib.figure import Figure
 
+    from benchmarks.plot import tidy
+
     figure = Figure(figsize=(10, 4), layout="constrained")
     equal_threshold, equal_mass = figure.subplots(1, 2, sharey=True)
     colours = ("#1f6fb4", "#2a8a57", "#c4541a")
@@ -117,12 +107,14 @@ def _draw_orders(results: Results) -> Any:
     equal_mass.set(xscale="log", xlabel="omitted softmax mass, mean over rows, %", xlim=(1e-3, 30))
     equal_mass.axvline(100 * results["omitted"], color="#8a8a8a", lw=0.8)
     equal_mass.legend(frameon=False, fontsize=7.5)
-    _style(equal_threshold, equal_mass)
+    tidy(equal_threshold, equal_mass)
     return figure
 
 
 def _draw_splits(results: Results) -> Any:
     from matplotlib.figure import Figure
+
+    from benchmarks.plot import tidy
 
     own, kinds = curves(results), (MODEL, "sink")
     figure = Figure(figsize=(10, 4), layout="constrained")
@@ -142,18 +134,11 @@ def _draw_splits(results: Results) -> Any:
     panels[0].set_ylabel(f"% skipped at {100 * results['omitted']:g} % omitted")
     for axes in (panels[0], tails):
         axes.legend(frameon=False, fontsize=7.5)
-    _style(*panels, tails)
+    tidy(*panels, tails)
     return figure
 
 
-def _style(*panels: Any) -> None:
-    for axes in panels:
-        axes.grid(color="#e6e6e6", lw=0.6)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-
-
-def _rate(curve: Curve, omitted: float = 0.01) -> str:
+def _rate(curve: Curve, omitted: float = OMITTED) -> str:
     """Give the share; that of λ = 1, said so, where even that omits less."""
     share, reached = rate_at(curve, omitted)
     return _percent(share) if reached else f"{_percent(share)} (λ = 1)"
@@ -165,8 +150,3 @@ def _percent(x: float) -> str:
 
 def _mass(x: float) -> str:
     return f"{100 * x:.2g} %"
-
-
-def _table(header: list[str], body: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *body]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -77,7 +77,7 @@ def _dense_panel(axes: Any, results: Results, op: str) -> None:
     axes.axvline(1, color=_INK, lw=0.8, zorder=1)
     axes.set_title(f"{op.capitalize()}, dense", loc="left", color=_INK)
     axes.set_xlabel(f"rate over that of flashskip, whose {RATES[op][0]} stand beside each case")
-    _tidy(axes)
+    tidy(axes)
     axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
@@ -86,10 +86,12 @@ def _sign(figure: Figure, results: Results) -> None:
     figure.supxlabel(f"{m['gpu']}, {results['date'][:10]}", fontsize=7.5, color=_MUTED)
 
 
-def _tidy(axes: Axes) -> None:
-    axes.grid(color="#e6e6e6", lw=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+def tidy(*panels: Any) -> None:
+    """Give the axes of each panel a pale grid and no frame."""
+    for axes in panels:
+        axes.grid(color="#e6e6e6", lw=0.6)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
 
 
 def _speedup_panel(axes: Any, results: Results, op: str) -> None:
@@ -104,5 +106,5 @@ def _speedup_panel(axes: Any, results: Results, op: str) -> None:
     axes.set_xlabel("achieved share of skipped tiles s")
     axes.set_ylabel("speed-up over the dense kernel")
     axes.set_xlim(-0.02, 0.97)
-    _tidy(axes)
+    tidy(axes)
     axes.legend(frameon=False, fontsize=8)

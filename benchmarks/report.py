@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from benchmarks import bars
 from benchmarks.machine import PEERS
+from benchmarks.pages import fill, table
 from benchmarks.rows import RATES, Results, Row, figures, rows
 
 _CAPTIONS = {
@@ -18,13 +18,8 @@ _CAPTIONS = {
 
 def write_tables(all_results: Iterable[Results], page: Path) -> None:
     """Replace what stands between the page's two marks."""
-    text = page.read_text()
     tables = "\n".join(section(results) for results in all_results)
-    pattern = r"(<!-- tables: begin -->\n).*(<!-- tables: end -->)"
-    new, count = re.subn(pattern, lambda m: f"{m[1]}{tables}{m[2]}", text, flags=re.DOTALL)
-    if count != 1:
-        raise ValueError(f"{page} has {count} places for tables; expected one pair of marks")
-    page.write_text(new)
+    fill(page, {"tables": tables.removesuffix("\n")})
 
 
 def section(results: Results) -> str:
@@ -52,7 +47,7 @@ def bar_table(results: Results) -> str:
         [b.what, b.where, _number(b.figure, 3), f"{'≤' if b.most else '≥'} {b.needed:g}", b.verdict]
         for b in bars.bars(results)
     ]
-    return _table(["what", "case", "figure", "asked", "verdict"], body)
+    return table(["what", "case", "figure", "asked", "verdict"], body)
 
 
 def bar_lines(results: Results) -> str:
@@ -83,7 +78,7 @@ def dense_table(results: Results, op: str) -> str:
         rates = [_number(row.rate(n), 0) for n in names]
         ratios = [row.speedup(peer, row.own_dense) for peer in (row.best_dense_peer, row.ceiling)]
         body.append([row.case, *rates, *map(_number, (*ratios, row.gain)), _number(percent, 0)])
-    return _table(*_without_empty_columns(header, body))
+    return table(*_without_empty_columns(header, body))
 
 
 def skip_table(results: Results, op: str) -> str:
@@ -108,7 +103,7 @@ def skip_table(results: Results, op: str) -> str:
             _number(relative, 3), _number(row.speedup(row.best_dense_peer, row.own_skip)),
             _over_skipping_peer(row), _number(executed, 0),
         ])  # fmt: skip
-    return _table(*_without_empty_columns(header, body))
+    return table(*_without_empty_columns(header, body))
 
 
 def _over_skipping_peer(row: Row) -> str:
@@ -126,7 +121,7 @@ def host_table(results: Results) -> str:
         for case, found in results["host"].items()
         for name, times in found.items()
     ]
-    return _table(["case", "contestant", *columns.values()], body)
+    return table(["case", "contestant", *columns.values()], body)
 
 
 def kernel_table(results: Results) -> str:
@@ -135,7 +130,7 @@ def kernel_table(results: Results) -> str:
         [f"`{symbol}`", _number(t.get("first_plan_s"), 2), _number(t.get("cache_hit_ms"), 2)]
         for symbol, t in results["kernels"].items()
     ]
-    return _table(["kernel", "cold, s", "cache hit, ms"], body)
+    return table(["kernel", "cold, s", "cache hit, ms"], body)
 
 
 def summary(results: Results, key: str) -> str:
@@ -212,8 +207,3 @@ def _percent(share: float | None) -> str:
 
 def _number(value: float | None, digits: int = 2) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
-
-
-def _table(header: list[str], body: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *body]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

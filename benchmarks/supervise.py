@@ -13,7 +13,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from benchmarks.measure import save
+from benchmarks.result_file import save
 
 _QUIET_SECONDS = 40.0  # without a sign of life
 _START_SECONDS = 120.0  # until the first one, which comes after the imports

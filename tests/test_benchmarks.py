@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from benchmarks import bars, machine, measure, report, rows, supervise
+from benchmarks import bars, machine, measure, report, result_file, rows, supervise
 from benchmarks.cases import DecodeCase, PrefillCase, chunk, prefill
 from benchmarks.check import check_output
 from benchmarks.contestant import NOT_ASKED, Contestant, Prepared, Unsupported
@@ -291,7 +291,7 @@ def test_a_run_resumes_and_respects_its_budget(measured):
     results["done"].remove(f"{name} 0.5")
     results["records"].pop()
     results["died"].append({"step": f"{name} 0.0", "contestant": "right", "reason": "test"})
-    measure.save(path, results)
+    result_file.save(path, results)
     measure.Measurement(path, "tiny", CPU, contestants=cast).run(-1.0)
     results = json.loads(path.read_text())
     assert results["not_run"] == [f"{name} 0.5"]

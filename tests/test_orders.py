@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import orders, orders_report, seeds
+from benchmarks import orders, orders_report, result_file, seeds
 from benchmarks.curves import LOG2, Curves, rate_at
 
 KEYS = 512
@@ -87,8 +87,8 @@ def test_rate_at_a_mass_lies_between_two_thresholds():
 
 
 def test_results_are_written_as_json(tmp_path):
-    results = {"a": 1, "curves": [{"name": ["x"]}, {"name": ["y"]}]}
-    orders.save(results, tmp_path / "r.json")
+    results = {"a": 1, "b": {"c": [2, 3]}, "none": [], "curves": [{"name": ["x"]}, {"name": ["y"]}]}
+    result_file.save(tmp_path / "r.json", results)
     assert json.loads((tmp_path / "r.json").read_text()) == results
 
 
