@@ -164,17 +164,22 @@ def kernel_for(v: Variant) -> Kernel:
     return kernel
 
 
-def geometry_for(v: Variant, *, window_left: int) -> Geometry:
-    """Return which rows and keys of a prefill decide together in the kernel of `v`."""
+def geometry_for(v: Variant, group_size: int, *, window_left: int, seeded: bool = True) -> Geometry:
+    """Return which rows and keys of a prefill decide together in the kernel of `v`.
+
+    Where a budget decides, or not `seeded`, there are no seeds and no request is split.
+    """
     tile = tile_for(v)
     assert isinstance(tile, PrefillTile)
     return Geometry.prefill(
+        group_size,
         rows_per_block=tile.tile_q,
         keys_per_load=tile.tile_kv,
         keys_per_vote=v.vote_kv or DEFAULT_VOTE_KV,
         order=v.order or ORDERS[0],
         causal=v.causal,
         window_left=window_left,
+        seed_short_queries=seeded and v.skip != "budget",
     )
 
 

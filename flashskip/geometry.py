@@ -20,6 +20,9 @@ JUDGED_AGAINST = ("running_max", "seed")
 SHORT_QO_LEN = 1024
 LONG_KV_RATIO = 8
 
+# With fewer queries than this, the heads of a prefill's group share units of rows.
+PACKED_BELOW = 64
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Rules:
@@ -54,13 +57,16 @@ class Geometry(_Rules):
     """The skip geometry of a plan: everything that decides a skip map except the lengths.
 
     Rows are token-major: row ``token * heads_per_vote + head`` of the sequence of rows that a vote
-    is cut from.  In prefill each query head is a sequence of its own; in decode the query heads of
-    one KV head share one.
+    is cut from.  In prefill each query head is a sequence of its own, unless there are few queries;
+    in decode the query heads of one KV head share one.
+
+    A dense plan has the geometry of the plan that would skip, and takes no decision.
 
     Attributes
     ----------
     heads_per_vote : int
-        Query heads whose rows vote together: 1 in prefill, the GQA group in decode.
+        Query heads whose rows vote together, and that share a counter: 1 in prefill, the GQA group
+        in decode.
     rows_per_vote : int
         Consecutive rows that take one decision together.
     keys_per_vote : int
@@ -78,15 +84,39 @@ class Geometry(_Rules):
         Row of token ``i`` sees no key beyond ``i + kv_len - qo_len``.
     window_left : int
         Nor a key before ``i + kv_len - qo_len - window_left``; -1 is unlimited.
+    group_size : int, optional
+        Query heads whose rows vote together in a request of fewer than 64 queries, instead of
+        `heads_per_vote`: a multiple of it, the GQA group in prefill.  A decision is counted for
+        each of them that has a row in the unit.  None: `heads_per_vote` whatever the length.
     seed_short_queries : bool
-        Judge a request of few queries on a long cache against the seed.
+        Judge a request of at most 1024 queries and at least 8 times as many keys against the seed,
+        in which order ever it is visited and however the kernel divides its keys.  True in every
+        prefill plan but those of the budget criterion, which judges against nothing.
+
+    Examples
+    --------
+    >>> from flashskip.geometry import Geometry
+    >>> geometry = Geometry.prefill(group_size=4, causal=True)
+    >>> geometry.of(512, 131072).judged_against  # a chunk of a long prompt
+    'seed'
+    >>> geometry.of(8192, 8192).judged_against
+    'running_max'
+    >>> [geometry.of(n, 32768).heads_per_vote for n in (16, 63, 64)]
+    [4, 4, 1]
     """
 
+    group_size: int | None = None
     seed_short_queries: bool = False
+
+    def __post_init__(self) -> None:  # noqa: D105
+        super().__post_init__()
+        if self.group_size is not None:
+            _check_multiple("group_size", self.group_size, "heads_per_vote", self.heads_per_vote)
 
     @classmethod
     def prefill(
         cls,
+        group_size: int = 1,
         *,
         rows_per_block: int = 192,
         keys_per_load: int = 128,
@@ -94,8 +124,12 @@ class Geometry(_Rules):
         order: str = "diagonal_sink_descending",
         causal: bool = False,
         window_left: int = -1,
+        seed_short_queries: bool = True,
     ) -> Geometry:
-        """Geometry of a prefill kernel: 64 rows of one query head, against the running maximum."""
+        """Geometry of a prefill kernel: 64 rows of one query head, against the running maximum.
+
+        Requests of few queries differ: see `group_size` and `seed_short_queries`.
+        """
         return cls(
             heads_per_vote=1,
             rows_per_vote=64,
@@ -106,6 +140,8 @@ class Geometry(_Rules):
             judged_against="running_max",
             causal=causal,
             window_left=window_left,
+            group_size=group_size,
+            seed_short_queries=seed_short_queries,
         )
 
     @classmethod
@@ -127,16 +163,25 @@ class Geometry(_Rules):
         )
 
     def of(self, qo_len: int, kv_len: int) -> RequestGeometry:
-        """Apply to one request of `qo_len` queries and `kv_len` keys."""
+        """Apply to one request of `qo_len` queries and `kv_len` keys.
+
+        Raises
+        ------
+        ValueError
+            If a length is negative.
+        """
         rules = {f.name: getattr(self, f.name) for f in dataclasses.fields(_Rules)}
+        if self.group_size is not None and qo_len < PACKED_BELOW:
+            rules["heads_per_vote"] = self.group_size
         if self.seed_short_queries and qo_len <= SHORT_QO_LEN and kv_len >= LONG_KV_RATIO * qo_len:
             rules["judged_against"] = "seed"
-        return RequestGeometry(qo_len=qo_len, kv_len=kv_len, **rules)
+        counted = self.heads_per_vote
+        return RequestGeometry(qo_len=qo_len, kv_len=kv_len, heads_per_counter=counted, **rules)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestGeometry(_Rules):
-    """The skip geometry of one request; attributes as in :class:`Geometry`, and two lengths.
+    """The skip geometry of one request; attributes as in :class:`Geometry`, and its own.
 
     Rows, units, tiles and load tiles are counted from the start of the request.
 
@@ -144,16 +189,22 @@ class RequestGeometry(_Rules):
     ----------
     qo_len, kv_len : int
         Queries and keys of the request.
+    heads_per_counter : int
+        Query heads that share a counter of decisions: those of a vote, or fewer.
     """
 
     qo_len: int
     kv_len: int
+    heads_per_counter: int
 
     def __post_init__(self) -> None:  # noqa: D105
         super().__post_init__()
         for name in ("qo_len", "kv_len"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
+        _check_multiple(
+            "heads_per_vote", self.heads_per_vote, "heads_per_counter", self.heads_per_counter
+        )
 
     @property
     def num_rows(self) -> int:
@@ -177,6 +228,10 @@ class RequestGeometry(_Rules):
     def units(self, block: range) -> list[range]:
         """Rows of each unit of `block`."""
         return _cut(block, self.rows_per_vote)
+
+    def counters(self, unit: range) -> list[int]:
+        """Counters of a sequence in which a decision of `unit` counts: of each head with a row."""
+        return sorted({row % self.heads_per_vote // self.heads_per_counter for row in unit})
 
     def visible(self, row: int) -> range:
         """Keys that `row` sees: a range, empty where it sees none."""

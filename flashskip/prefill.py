@@ -61,6 +61,8 @@ class BatchPrefillWrapper(BatchWrapper):
     torch.Size([300, 8, 64])
     """
 
+    _seeded = True  # False: short queries too are judged against a running maximum, for a study
+
     @property
     def _input_names(self) -> tuple[str, ...]:  # type: ignore[override]
         paged = ("q", "paged_kv_cache", "paged_kv_cache[1]")
@@ -204,7 +206,12 @@ class BatchPrefillWrapper(BatchWrapper):
             arguments=arguments,
             options=options,
             variant=variant,
-            geometry=_kernels.geometry_for(variant, window_left=options.window_left),
+            geometry=_kernels.geometry_for(
+                variant,
+                num_qo_heads // num_kv_heads,
+                window_left=options.window_left,
+                seeded=self._seeded,
+            ),
             device=device,
             batch_size=indices["qo_indptr"].shape[0] - 1,
             num_qo_heads=num_qo_heads,

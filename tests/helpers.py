@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flashskip.geometry import RequestGeometry
 from flashskip.reference import SkipMap
 
 
@@ -95,8 +96,20 @@ def poisoned(
     return poison(torch.empty(tuple(shape), dtype=dtype, device=device))
 
 
+def by_head(x: Tensor, geometry: RequestGeometry) -> Tensor:
+    """From ``[sequences, rows, ...]``, rows token-major, to ``[num_qo_heads, qo_len, ...]``."""
+    by_token = x.unflatten(1, (geometry.qo_len, geometry.heads_per_vote))
+    return by_token.transpose(1, 2).flatten(0, 1)
+
+
+def by_row(decisions: Tensor, geometry: RequestGeometry) -> Tensor:
+    """From ``[sequences, units, ...]`` to ``[num_qo_heads, qo_len, ...]``: each row's own."""
+    rows = decisions.repeat_interleave(geometry.rows_per_vote, 1)[:, : geometry.num_rows]
+    return by_head(rows, geometry)
+
+
 def kept_keys(skip_map: SkipMap) -> Tensor:
-    """Bool ``[sequences, rows, kv_len]``: keys that a row sees in a tile that is kept."""
+    """Bool ``[num_qo_heads, qo_len, kv_len]``: keys that a row sees in a tile that is kept."""
     geometry = skip_map.geometry
     device = skip_map.state.device
     rows = [geometry.visible(row) for row in range(geometry.num_rows)]
@@ -104,7 +117,8 @@ def kept_keys(skip_map: SkipMap) -> Tensor:
     key = torch.arange(geometry.kv_len, device=device)
     visible = (limits[:, 0] <= key) & (key < limits[:, 1])
     kept = skip_map.kept.repeat_interleave(geometry.rows_per_vote, 1)[:, : geometry.num_rows]
-    return visible & kept.repeat_interleave(geometry.keys_per_vote, 2)[..., : geometry.kv_len]
+    kept = kept.repeat_interleave(geometry.keys_per_vote, 2)[..., : geometry.kv_len]
+    return by_head(visible & kept, geometry)
 
 
 def eager_attention(

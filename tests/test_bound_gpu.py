@@ -8,13 +8,12 @@ import paged
 import prefill_gpu
 import pytest
 import torch
-from helpers import make_ragged, poisoned
+from helpers import by_row, make_ragged, poisoned
 from paged import make_paged
 from prefill_gpu import BF16, DEVICE, FP16, LONG, MIX, ROUNDING_BAND
 
 from flashskip import reference
 from flashskip.geometry import ORDERS
-from flashskip.reference._rows import to_tokens
 from flashskip.variant import Variant
 
 pytestmark = pytest.mark.gpu
@@ -25,11 +24,7 @@ BOUND = {"collect_bound": True, "collect_stats": True}
 def sure_rows(exact: reference.Result) -> torch.Tensor:
     """Bool ``[nnz_qo, num_qo_heads]``: rows of units whose decisions rounding cannot change."""
     assert exact.skip_map is not None
-    rows = []
-    for m in exact.skip_map:
-        sure = (m.margin.abs() > ROUNDING_BAND).all(2)
-        by_row = sure.repeat_interleave(m.geometry.rows_per_vote, 1)[:, : m.geometry.num_rows]
-        rows.append(to_tokens(by_row[..., None], m.geometry)[..., 0])
+    rows = [by_row((m.margin.abs() > ROUNDING_BAND).all(2), m.geometry).mT for m in exact.skip_map]
     return torch.cat(rows)
 
 

@@ -1,6 +1,5 @@
 """The skip geometry, against cases worked out by hand and against its own definition."""
 
-import dataclasses
 import random
 
 import pytest
@@ -122,15 +121,6 @@ def test_seed_tiles_follow_each_row() -> None:
     assert Geometry.decode(1, window_left=10).of(1, 1000).seed_tiles(0) == (15,)
     assert Geometry.decode(1, window_left=939).of(1, 1000).seed_tiles(0) == (0, 15)
     assert Geometry.decode(1, window_left=935).of(1, 1000).seed_tiles(0) == (15,)
-
-
-def test_short_queries_on_a_long_cache_are_seeded_only_where_the_plan_says_so() -> None:
-    off = Geometry.prefill(causal=True)
-    on = dataclasses.replace(off, seed_short_queries=True)
-    assert off.of(1, 8192).judged_against == "running_max"
-    assert on.of(1024, 8192).judged_against == "seed"
-    assert on.of(1024, 8191).judged_against == "running_max"
-    assert on.of(1025, 8200).judged_against == "running_max"
 
 
 def test_load_tiles_and_visits_agree_with_visibility() -> None:

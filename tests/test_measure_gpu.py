@@ -17,6 +17,7 @@ from flashskip.calibration.measure import _Recorder
 from flashskip.geometry import ORDERS
 from flashskip.reference import GAP_BINS, SkipMap, histogram
 from flashskip.reference._gaps import BINS_PER_UNIT, LOWEST
+from flashskip.reference._rows import to_counters
 from flashskip.variant import Variant
 
 pytestmark = pytest.mark.gpu
@@ -54,14 +55,14 @@ def prefill_variants(case: str) -> list[Variant]:
 
 
 def near_edges(skip_map: SkipMap) -> torch.Tensor:
-    """Gaps within the rounding band of each bin's lower edge: int64 ``[sequences, 256]``."""
+    """Gaps within the rounding band of each bin's lower edge: int64 ``[counters, 256]``."""
     place = (skip_map.gap - LOWEST) * BINS_PER_UNIT
     edge = place.round()
     close = (place - edge).abs() < ROUNDING_BAND * BINS_PER_UNIT
     close &= skip_map.visited & (edge >= 0) & (edge < GAP_BINS)
-    counts = torch.zeros((place.shape[0], GAP_BINS), dtype=torch.int64, device=place.device)
     bins = edge.clamp(0, GAP_BINS - 1).long()
-    return counts.scatter_add_(1, bins.flatten(1), close.flatten(1).long())
+    counts = bins.new_zeros((*bins.shape[:2], GAP_BINS))
+    return to_counters(counts.scatter_add_(2, bins, close.long()), skip_map.geometry)
 
 
 def assert_gaps(gaps: torch.Tensor, exact: reference.Result) -> None:

@@ -316,7 +316,7 @@ def literal(
 
 
 def random_geometry(rng: random.Random, group: int) -> Geometry:
-    seeded = rng.random() < 0.4
+    seeded, packs = rng.random() < 0.4, rng.random() < 0.5
     keys_per_vote = rng.choice([4, 8])
     rows_per_vote = rng.choice([1, 4, 6])
     return Geometry(
@@ -329,15 +329,19 @@ def random_geometry(rng: random.Random, group: int) -> Geometry:
         judged_against="seed" if seeded else "running_max",
         causal=rng.random() < 0.8,
         window_left=rng.choice([-1, -1, 0, 5, 30]),
+        group_size=group if packs else None,
+        seed_short_queries=rng.random() < 0.7,
     )
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(90))
 def test_decisions_output_and_bound_follow_the_literal_loop(seed: int) -> None:
     rng = random.Random(seed)
     num_kv_heads, group = rng.choice([(1, 1), (2, 1), (1, 3), (2, 2)])
     heads = num_kv_heads * group
-    qo_len, kv_len = rng.choice([(1, 40), (9, 50), (33, 33), (20, 11), (17, 64), (2, 0)])
+    qo_len, kv_len = rng.choice(
+        [(1, 40), (4, 33), (9, 50), (33, 33), (20, 11), (17, 64), (64, 64), (2, 0)]
+    )
     geometry = random_geometry(rng, group)
     request = geometry.of(qo_len, kv_len)
     threshold = rng.choice([1.0, 0.5, 0.1, 1e-3])
@@ -348,15 +352,19 @@ def test_decisions_output_and_bound_follow_the_literal_loop(seed: int) -> None:
     )
     s = plain_scores(q, k, 0.2, request, soft_cap)
     skip_map = result.skip_map[0]
-    packed = geometry.heads_per_vote
+    packed, counted = request.heads_per_vote, geometry.heads_per_vote
     for sequence in range(heads // packed):
         of_sequence = slice(sequence * packed, (sequence + 1) * packed)
         rows = s[of_sequence].transpose(0, 1).reshape(qo_len * packed, kv_len)
         state, kept, gaps = literal(rows, request, threshold)
         assert torch.equal(skip_map.state[sequence], state)
         torch.testing.assert_close(skip_map.gap[sequence], gaps, rtol=0, atol=1e-10)
-        counts = [(state == SKIPPED).sum().item(), (state != NOT_VISITED).sum().item()]
-        assert result.counts[0, sequence].tolist() == counts
+        units = torch.arange(len(rows)).split(request.rows_per_vote)
+        for head in range(0, packed, counted):
+            own = [bool((unit % packed // counted == head // counted).any()) for unit in units]
+            counts = [(state[own] == SKIPPED).sum(), (state[own] != NOT_VISITED).sum()]
+            counter = (sequence * packed + head) // counted
+            assert result.counts[0, counter].tolist() == counts
 
         values = v[:, sequence * packed // group]
         out, lse = plain(rows.masked_fill(~kept, -INF), values)

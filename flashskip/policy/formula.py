@@ -11,7 +11,8 @@ from flashskip.geometry import Geometry
 PHASES = ("prefill", "decode")
 
 # What decides together and against what. Two geometries that agree in these give the same curve;
-# the order is without effect where a seed judges.
+# the order is without effect where a seed judges. Prefill is measured on whole prompts, so how few
+# queries decide (`group_size`, `seed_short_queries`) is no part of a curve, and is not compared.
 _DECISIVE = ("heads_per_vote", "rows_per_vote", "keys_per_vote", "judged_against")
 
 

@@ -12,7 +12,7 @@ from flashskip.geometry import Geometry
 
 from ._budget import allowance
 from ._request import Request
-from ._result import NOT_VISITED, SKIPPED, Result, SkipMap
+from ._result import Result, SkipMap
 from ._rows import spans
 from ._thresholds import log2_thresholds
 
@@ -90,8 +90,8 @@ def attention(
     out = q.new_zeros((rows, heads, v.shape[2]), dtype=dtype)
     lse = q.new_full((rows, heads), -math.inf, dtype=dtype)
     bound = q.new_zeros((rows, heads), dtype=dtype)
-    sequences = heads // geometry.heads_per_vote
-    counts = torch.zeros((batch_size, sequences, 2), dtype=torch.int64, device=q.device)
+    counters = heads // geometry.heads_per_vote
+    counts = torch.zeros((batch_size, counters, 2), dtype=torch.int64, device=q.device)
     maps: list[SkipMap] = []
     kv_spans = spans(kv_indptr, k.shape[0])
     for i, qo in enumerate(spans(qo_indptr, rows)):
@@ -110,9 +110,9 @@ def attention(
         )
         request.attend()
         out[qo], lse[qo], bound[qo] = request.finish(sinks)
-        counts[i, :, 0] = (request.state == SKIPPED).sum((1, 2))
-        counts[i, :, 1] = (request.state != NOT_VISITED).sum((1, 2))
         maps.append(request.skip_map())
+        counts[i, :, 0] = maps[-1].count(maps[-1].skipped)
+        counts[i, :, 1] = maps[-1].count(maps[-1].visited)
     return Result(out, lse, bound, counts, maps if skip_map else None)
 
 
@@ -129,11 +129,13 @@ def _check_shapes(
             f"q, k, v have shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}; k and v "
             "must agree in tokens and heads, q and k in head_dim"
         )
+    name = "heads_per_vote" if geometry.group_size is None else "group_size"
+    heads_per_vote = getattr(geometry, name)
     group_size, remainder = divmod(q.shape[1], k.shape[1])
-    if remainder or group_size % geometry.heads_per_vote:
+    if remainder or group_size % heads_per_vote:
         raise ValueError(
             f"q has {q.shape[1]} heads and k has {k.shape[1]}; their ratio must be a multiple of "
-            f"heads_per_vote, which is {geometry.heads_per_vote}"
+            f"{name}, which is {heads_per_vote}"
         )
     if sinks is not None and sinks.shape != q.shape[1:2]:
         raise ValueError(

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from flashskip.geometry import RequestGeometry
 
+from ._rows import to_counters
+
 NOT_VISITED, KEPT, SKIPPED = 0, 1, 2
 
 
@@ -21,8 +23,9 @@ class SkipMap:
     geometry : RequestGeometry
         Where the decisions come from.
     state : Tensor
-        int8 ``[sequences, units, tiles]``: ``NOT_VISITED``, ``KEPT`` or ``SKIPPED``.  A sequence is
-        a query head in prefill (``heads_per_vote`` 1) and a KV head in decode.
+        int8 ``[sequences, units, tiles]``: ``NOT_VISITED``, ``KEPT`` or ``SKIPPED``.  A sequence
+        holds the rows of ``heads_per_vote`` query heads: one in prefill, those of a KV head in
+        decode and in a prefill of fewer than 64 queries.
     gap : Tensor
         ``[sequences, units, tiles]``: the largest ``(t - M) * log2(e)`` of the voting rows.  The
         tile is skipped where ``gap < log2_threshold``.  ``inf`` where a row had nothing to be
@@ -60,6 +63,21 @@ class SkipMap:
         """Where a decision was taken."""
         return self.state != NOT_VISITED
 
+    def count(self, decisions: Tensor) -> Tensor:
+        """Count decisions as the kernels do: once for each counter that has a row in the unit.
+
+        Parameters
+        ----------
+        decisions : Tensor
+            bool ``[sequences, units, tiles]``.
+
+        Returns
+        -------
+        Tensor
+            int64 ``[counters]``: of query heads in prefill, of KV heads in decode.
+        """
+        return to_counters(decisions.sum(2, keepdim=True), self.geometry)[:, 0]
+
 
 @dataclass(frozen=True)
 class Result:
@@ -74,8 +92,8 @@ class Result:
     bound : Tensor
         ``[nnz_qo, num_qo_heads]``: certified upper bound on the omitted share of the softmax mass.
     counts : Tensor
-        int64 ``[batch_size, sequences, 2]``: skipped and visited decisions, summed over row units.
-        ``sequences`` is the number of query heads in prefill, of KV heads in decode.
+        int64 ``[batch_size, counters, 2]``: skipped and visited decisions, summed over row units.
+        There is a counter for each query head in prefill, for each KV head in decode.
     skip_map : list of SkipMap or None
         The decisions of each request, where asked for.
     """

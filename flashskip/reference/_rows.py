@@ -34,6 +34,17 @@ def to_tokens(x: Tensor, geometry: RequestGeometry) -> Tensor:
     return by_token.reshape(rows // group, sequences * group, dim)
 
 
+def to_counters(x: Tensor, geometry: RequestGeometry) -> Tensor:
+    """int64 ``[sequences, units, n]`` -> ``[counters, n]``: sums of the units that count there."""
+    units = [unit for block in geometry.blocks() for unit in geometry.units(block)]
+    per_sequence = geometry.heads_per_vote // geometry.heads_per_counter
+    counts = torch.zeros((len(units), per_sequence), dtype=torch.float64)
+    for unit, own in zip(units, counts, strict=True):
+        own[geometry.counters(unit)] = 1
+    # In float64, which has a matrix product on every device and holds such counts exactly.
+    return torch.einsum("sun,uc->scn", x.double(), counts.to(x.device)).flatten(0, 1).long()
+
+
 def to_padded_keys(x: Tensor, multiple: int, dtype: torch.dtype) -> Tensor:
     """``[keys, heads, dim]`` -> ``[heads, keys, dim]``, zeros up to a multiple of keys."""
     keys, heads, dim = x.shape
