@@ -97,10 +97,12 @@ def prefill(lens: int | tuple[int, ...], causal: bool, **more: object) -> Prefil
     return PrefillCase(name, lens, lens, causal, **more)  # type: ignore[arg-type]
 
 
-def chunk(qo_len: int, kv_len: int, **more: object) -> PrefillCase:
-    """Make a prefill of one request's last tokens, all before them being in the cache."""
-    name = f"prefill-chunk-{qo_len}-on-{kv_len}" + _differences(**more)
-    return PrefillCase(name, (qo_len,), (kv_len,), True, **more)  # type: ignore[arg-type]
+def chunk(qo_len: int, kv_len: int, batch_size: int = 1, **more: object) -> PrefillCase:
+    """Make a prefill of requests' last tokens, all before them being in the cache."""
+    batch = f"{batch_size}x" if batch_size > 1 else ""
+    name = f"prefill-chunk-{batch}{qo_len}-on-{kv_len}" + _differences(**more)
+    lens = (qo_len,) * batch_size, (kv_len,) * batch_size
+    return PrefillCase(name, *lens, True, **more)  # type: ignore[arg-type]
 
 
 def decode(batch_size: int, kv_len: int, page_size: int, **more: object) -> DecodeCase:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import Case, DecodeCase, PrefillCase
+from flashskip.geometry import Geometry
 
 MARGIN = 12.0  # nats
 THRESHOLD = 1e-3  # lambda: 6.9 nats, between the noise of a tile (< 4) and the margin less noise
@@ -23,7 +24,8 @@ PREFILL_TILE = 128  # keys that are hot or cold together: a multiple of every vo
 DECODE_TILE = 64
 # Keys of the tiles on the diagonal that a causal unit of rows visits on average: half a row block,
 # a load tile, and what a unit sees of its last tiles. They are visited before the hot tile 0 and
-# mostly computed, so there must be more cold tiles for the share of all to come out as asked.
+# mostly computed, so there must be more cold tiles for the share of all to come out as asked. Where
+# a seed judges, they are skipped as any other.
 DIAGONAL_KEYS = 192
 _CHUNK = 1 << 27  # elements of the noise that exists in float32 at a time
 
@@ -83,7 +85,8 @@ def _prefill_data(case: PrefillCase, share: float, g: torch.Generator) -> Prefil
     cold, hot_of_key = [], []
     for qo_len, kv_len in zip(case.qo_lens, case.kv_lens, strict=True):
         tiles = -(-kv_len // PREFILL_TILE)
-        lost = DIAGONAL_KEYS if case.causal else 0
+        seeded = Geometry.prefill().of(qo_len, kv_len).judged_against == "seed"
+        lost = DIAGONAL_KEYS if case.causal and not seeded else 0
         seen = kv_len - qo_len / 2 if case.causal else kv_len
         asked = share * seen / max(seen - lost, 1.0)
         cold.append(_cold_tiles((case.num_kv_heads,), tiles, asked, g))

@@ -55,6 +55,8 @@ PREFILL_HEAD_DIMS = (
 PREFILL_MIX, PREFILL_UNIFORM = (prefill(lens, True, shares=_DENSE) for lens in (_MIX, _UNIFORM))
 PREFILL_PAGED = {p: prefill(8192, True, page_size=p, shares=_DENSE) for p in (16, 64, 1)}
 PREFILL_CHUNK = chunk(512, 131072, shares=_ENDS)
+# Rows of one head would fill a quarter of a unit; at 64 they fill one, and the keys are divided.
+PREFILL_FEW_QUERIES = (chunk(16, 32768, 8, shares=_ENDS), chunk(64, 131072, shares=_ENDS))
 PREFILL: tuple[Case, ...] = (
     *PREFILL_DENSE,
     *PREFILL_SWEPT[2:],
@@ -63,6 +65,7 @@ PREFILL: tuple[Case, ...] = (
     PREFILL_UNIFORM,
     *PREFILL_PAGED.values(),
     PREFILL_CHUNK,
+    *PREFILL_FEW_QUERIES,
     prefill(8192, True, head_dim_qk=96, head_dim_vo=96, shares=_DENSE),
     prefill(32768, True, page_size=16, shares=_ENDS),
 )

@@ -140,6 +140,7 @@ class Decode:
 
         Prefill judges load tiles of 128 keys as one, decode judges 64. So each tile stands twice in
         the page table: it makes a load tile alone, and shares of the softmax are what they were.
+        Prefill would judge so few rows by the seed, which is what the splits are compared with.
         """
         heads, kv_heads, dim = self.shape
         parts = [p for r in self.tables for p in np.array_split(self.pages[r], splits)]
@@ -147,6 +148,7 @@ class Decode:
         rows = torch.arange(len(parts) + 1, dtype=torch.int32, device=self.device)
         threshold = torch.zeros(len(parts), device=self.device)
         wrapper = BatchPrefillWrapper(workspace(self.device), kv_layout="HND")
+        wrapper._seeded = False
         wrapper.plan_paged(
             rows * (heads // kv_heads), *table, kv_heads, kv_heads, dim, PAGE, order="ascending",
             vote_kv=64, skip_softmax_threshold=threshold, **self.options,

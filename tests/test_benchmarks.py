@@ -29,11 +29,12 @@ CPU = torch.device("cpu")
 
 def reference_result(case, data):
     """What the library computes on a case's data, and the share that it skips."""
+    group_size = case.num_qo_heads // case.num_kv_heads
     if isinstance(case, PrefillCase):
-        geometry = Geometry.prefill(causal=case.causal)
+        geometry = Geometry.prefill(group_size, causal=case.causal)
         k, v, qo_indptr, kv_indptr = data.k, data.v, data.qo_indptr, data.kv_indptr
     else:
-        geometry = Geometry.decode(case.num_qo_heads // case.num_kv_heads)
+        geometry = Geometry.decode(group_size)
         k, v, kv_indptr = reference.gather_pages(
             (data.k.to(data.q.dtype), data.v.to(data.q.dtype)),
             data.indptr, data.indices, data.last_page_len,
@@ -51,6 +52,7 @@ DATA_CASES = [
     PrefillCase("causal", (1536,), (1536,), True, 2, 2, 64, 64, "float16"),
     PrefillCase("full", (200, 130), (1024, 1536), False, 2, 1, 64, 64, "float16"),
     PrefillCase("chunk", (128,), (2048,), True, 2, 1, 64, 64, "float16"),
+    PrefillCase("packed", (16, 16), (4096, 4096), True, 6, 2, 64, 64, "float16"),
     DecodeCase("page 16", 2, 2048, 4, 2, 64, 16, "float16"),
     DecodeCase("page 48, last one half full", 2, 2040, 3, 1, 64, 48, "float16"),
     DecodeCase("fp8", 2, 2048, 4, 2, 64, 16, "float16", kv_dtype="float8_e4m3fn"),
@@ -116,6 +118,7 @@ def test_work_is_counted_as_the_field_does():
     assert case.work == 64 * 8192 * 8 * 128 * 2 * 2
     assert replace(case, kv_dtype="float8_e4m3fn").work == case.work / 2
     assert chunk(2, 10, num_qo_heads=1, num_kv_heads=1).visible_pairs == 9 + 9  # 9 and 10
+    assert chunk(2, 10, 3, num_qo_heads=1, num_kv_heads=1).visible_pairs == 3 * (9 + 9)
 
 
 @pytest.mark.parametrize("case", [*TINY[::2], PrefillCase("b2", (64,) * 2, (64,) * 2, True)])
@@ -135,6 +138,7 @@ def test_cudnn_adapter_computes_attention(case, monkeypatch):
         prefill((192, 130), True, num_qo_heads=2, num_kv_heads=1),
         prefill(384, False, num_qo_heads=2, num_kv_heads=1),
         chunk(100, 700, num_qo_heads=2, num_kv_heads=1),
+        chunk(16, 700, 2, num_qo_heads=2, num_kv_heads=1),
     ],
     ids=lambda case: case.name,
 )

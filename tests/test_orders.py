@@ -38,6 +38,8 @@ def test_kernels_are_judged_as_the_study_of_seeds_judges(few_heads):
         np.testing.assert_allclose(found[name]["skipped"], skipped, rtol=1e-3)
         np.testing.assert_allclose(found[name]["omitted"], omitted, rtol=2e-3, atol=1e-6)
     assert expected(seeded, mass)[0][-1] > 0.2
+    for wrapper, _ in decode.restarting.values():
+        assert wrapper.geometry.of(seeds.ROWS, KEYS).judged_against == "running_max"
 
 
 def test_plain_torch_agrees_with_the_kernel_about_its_seed():
