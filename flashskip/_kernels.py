@@ -164,7 +164,7 @@ def kernel_for(v: Variant) -> Kernel:
     return kernel
 
 
-def geometry_for(v: Variant, group_size: int, *, window_left: int, seeded: bool = True) -> Geometry:
+def geometry_for(v: Variant, group_size: int, window_left: int, seeded: bool) -> Geometry:
     """Return which rows and keys of a prefill decide together in the kernel of `v`.
 
     Where a budget decides, or not `seeded`, there are no seeds and no request is split.

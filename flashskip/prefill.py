@@ -207,10 +207,7 @@ class BatchPrefillWrapper(BatchWrapper):
             options=options,
             variant=variant,
             geometry=_kernels.geometry_for(
-                variant,
-                num_qo_heads // num_kv_heads,
-                window_left=options.window_left,
-                seeded=self._seeded,
+                variant, num_qo_heads // num_kv_heads, options.window_left, self._seeded
             ),
             device=device,
             batch_size=indices["qo_indptr"].shape[0] - 1,
