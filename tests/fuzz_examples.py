@@ -79,6 +79,22 @@ def draw_length(rng: random.Random, longest: int) -> int:
     return rng.choice(edges) if rng.random() < 0.4 else rng.randint(0, longest)
 
 
+def draw_request(rng: random.Random, longest: int) -> tuple[int, int]:
+    """Queries and keys of a prefill: often few queries, and about 8 keys or many for each."""
+    kind = rng.choice(["prompt", "any", "any", "few", "long", "long"])
+    kv_len = draw_length(rng, longest)
+    if kind == "prompt":
+        return kv_len, kv_len
+    if kind == "any":
+        return draw_length(rng, longest // 2), kv_len
+    qo_len = rng.choice([1, 2, 16, 63, 64, 65, rng.randint(1, 63)])
+    if kind == "few":
+        return min(qo_len, longest), kv_len
+    qo_len = min(rng.choice([qo_len, longest // 8]), longest // 8)
+    more = [-1, 0, 1, rng.randint(0, longest), rng.randint(0, 4 * longest)]
+    return qo_len, max(8 * qo_len + rng.choice(more), 0)
+
+
 def spread(t: Tensor, rng: random.Random) -> Tensor:
     """Copy into a view with gaps in some strides, all of them NaN."""
     tokens, heads, channels = rng.randrange(3), rng.randrange(2), rng.choice([0, 8])
@@ -107,8 +123,8 @@ def workspace(device: str) -> Tensor | None:
 def draw_prefill(v: Variant, rng: random.Random, device: str, longest: int) -> Example:
     """A ragged or paged batch; rows past the last request are NaN, and so are free slots."""
     kv_heads, group = rng.randint(1, 3), rng.choice([1, 1, 2, 3, 4, 5, 7])
-    kv_lens = [draw_length(rng, longest) for _ in range(rng.randint(0, 6))]
-    qo_lens = [n if rng.random() < 0.3 else draw_length(rng, longest // 2) for n in kv_lens]
+    lengths = [draw_request(rng, longest) for _ in range(rng.randint(0, 6))]
+    qo_lens, kv_lens = [qo for qo, _ in lengths], [kv for _, kv in lengths]
     surplus = [rng.choice([0, 0, 1, 70]) for _ in range(2)]
     batch = make_ragged(
         [*qo_lens, surplus[0]], [*kv_lens, surplus[1]], kv_heads * group, kv_heads,
