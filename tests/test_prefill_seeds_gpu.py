@@ -32,8 +32,8 @@ from prefill_gpu import (
 )
 from test_prefill_paged_gpu import both, plan_pages, run_pages
 
-import flashskip._wrapper
-from flashskip import reference
+import flashskip
+from flashskip import _wrapper, reference
 from flashskip.geometry import ORDERS
 from flashskip.reference._rows import to_rows
 from flashskip.variant import Variant
@@ -164,6 +164,15 @@ def test_any_group(heads: tuple[int, int]) -> None:
     check(batch, causal=True)
 
 
+def merges(wrapper: flashskip.BatchPrefillWrapper, batch: Ragged) -> bool:
+    """Whether a run leaves states of pieces to be merged; their counters are 0 again after it."""
+    buffers = wrapper._planned().buffers
+    buffers["partial"].fill_(255)
+    run(wrapper, batch)
+    assert not buffers["merge_counter"].any()
+    return bool((buffers["partial"] != 255).any())
+
+
 def in_order(order: str, vote_kv: int, causal: bool) -> dict[str, Any]:
     return {"order": order, "vote_kv": vote_kv, "causal": causal, "collect_stats": True}
 
@@ -213,6 +222,9 @@ def test_a_study_can_do_without_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     wrapper, *_, exact = judge(batch, **STATS)
     assert {m.geometry.judged_against for m in exact.skip_map} == {"running_max"}
     assert not torch.equal(wrapper.stats, seeded.stats)
+    long = make_loud((512,), (40_000,), 2, 1)
+    wrapper, *_ = judge(long, **STATS)
+    assert not merges(wrapper, long)
 
 
 # ---- skip maps -----------------------------------------------------------------------------------
@@ -270,7 +282,7 @@ def test_maps_are_the_same_alone_in_a_batch_and_on_any_number_of_ctas(
     together = plan(batch, **options)
     out, _ = run(together, batch)
     for ctas in (132, 1, 7, 40):
-        monkeypatch.setattr(flashskip._wrapper, "multiprocessors", lambda device, n=ctas: n)
+        monkeypatch.setattr(_wrapper, "multiprocessors", lambda device, n=ctas: n)
         wrapper = plan(batch, **options)
         found, _ = run(wrapper, batch)
         assert torch.equal(wrapper.stats, together.stats)
@@ -471,7 +483,8 @@ def test_thousands_of_requests_of_a_token() -> None:
 )
 def test_long_caches(lengths: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
     batch = make_loud(*lengths, 2, 1)
-    _, out, lse, exact = judge(batch, **STATS)
+    together, out, lse, exact = judge(batch, **STATS)
+    assert merges(together, batch)
     for i, (qo, _) in enumerate(batch.spans()):
         wrapper = plan(request(batch, i), skip_softmax_threshold=LAMBDA, **STATS)
         alone = run(wrapper, request(batch, i))
@@ -481,6 +494,26 @@ def test_long_caches(lengths: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
         torch.testing.assert_close(alone[1], lse[qo], rtol=0, atol=1e-5)
     dense, zero = attend(batch, causal=True), plan(batch, skip_softmax_threshold=0.0, **STATS)
     assert all(torch.equal(a, b) for a, b in zip(run(zero, batch), dense, strict=True))
+
+
+@pytest.mark.variants(kernels(128, BF16))
+def test_wrappers_share_a_workspace() -> None:
+    batch = make_loud((512, 16), (30_000, 40_000), 4, 1)
+    shape = (4, 1, 128)
+    several = ({"causal": True}, {**STATS, "skip_softmax_threshold": LAMBDA})
+    expected = [attend(batch, **options) for options in several]
+    wrappers = [plan(batch, **options) for options in several]
+    sizes = [wrapper.workspace_bytes for wrapper in wrappers]
+    workspace = torch.full((max(sizes),), 255, dtype=torch.uint8, device=DEVICE)
+    wrappers = [flashskip.BatchPrefillWrapper(workspace) for _ in several]
+    for wrapper, options in zip(wrappers, several, strict=True):
+        wrapper.plan(batch.qo_indptr, batch.kv_indptr, *shape, q_data_type=BF16, **options)
+    for _ in range(2):
+        for wrapper, wanted in zip(wrappers, expected, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(run(wrapper, batch), wanted, strict=True))
+    small = flashskip.BatchPrefillWrapper(workspace[:-1])
+    with pytest.raises(ValueError, match=str(max(sizes))):
+        small.plan(batch.qo_indptr, batch.kv_indptr, *shape, q_data_type=BF16, causal=True)
 
 
 @pytest.mark.variants([variant(causal=True)])
