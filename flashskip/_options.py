@@ -59,7 +59,7 @@ class PlanOptions:
     skip_budget : float, optional
         The epsilon of the budget criterion, in (0, 1].
     order : str
-        Prefill only: visiting order of the tiles.
+        Prefill only: visiting order of the tiles; few queries on a long cache decide without it.
     vote_kv : {None, 64, 128}
         Keys of one decision; None is the default of the kernel.
     collect_stats : bool
