@@ -2,18 +2,18 @@
 #pragma once
 #include "types.cuh"
 
-// What a block's or a unit's rows see of their request: keys are counted from the request's first one. Row r of the
-// block has its diagonal at key `diagonal + r`: the causal limit lets it see none after, a window `window_left` before.
+// What some rows see of their request: keys are counted from the request's first one. A row's diagonal is the last key
+// that the causal limit lets it see; a window lets it see `window_left` keys before.
 struct Visibility {
   int first_some, end_some;  // a row sees key k only if first_some <= k < end_some
   int first_all, end_all;    // and every row does if first_all <= k < end_all
 };
 
-// Of the valid ones among rows [first_row, first_row + rows). A negative `window_left` is unlimited.
+// Of rows with diagonals from `first` to `last`; none if `last` is before `first`. A negative `window_left` is
+// unlimited.
 template <bool CAUSAL>
-FS_DEVICE Visibility visibility_of(int first_row, int rows, int num_rows, int kv_len, int diagonal, int window_left) {
-  if (first_row >= num_rows) return {0, 0, 0, 0};
-  const int first = diagonal + first_row, last = diagonal + min(first_row + rows, num_rows) - 1;
+FS_DEVICE Visibility visibility_of(int first, int last, int kv_len, int window_left) {
+  if (last < first) return {0, 0, 0, 0};
   Visibility keys;
   keys.end_some = CAUSAL ? min(max(last + 1, 0), kv_len) : kv_len;
   keys.end_all = CAUSAL ? min(max(first + 1, 0), kv_len) : kv_len;

@@ -1,10 +1,10 @@
 // Attention states of the segments of one item, and how the last CTA to finish combines them.
 #pragma once
+#include "arrival.cuh"
 #include "decode_schedule.cuh"
 #include "omitted.cuh"
 #include "ptx/global.cuh"
 #include "ptx/math.cuh"
-#include "ptx/warpgroup.cuh"
 
 // What the scorer knows of a row when its segment ends.
 enum RowValue {
@@ -31,14 +31,8 @@ struct CutItem {
   // Of a CTA's two places the first is for an item that began earlier, the second for one that ends later.
   FS_DEVICE int place(int cta) const { return 2 * cta + (cta == first); }
 
-  // True in the CTA that arrives last, for all 128 threads of the warpgroup, whose writes before this call are
-  // then visible to that CTA. The counter is 0 again.
   FS_DEVICE bool arrive_last(uint32_t* counters, int barrier, uint32_t& is_last) const {
-    named_barrier_sync(barrier, 128);  // the warpgroup's writes before thread 0's release
-    const uint32_t others = last - first;
-    if (threadIdx.x % 128 == 0) is_last = atom_inc_acq_rel_gpu(counters + first, others) == others;
-    named_barrier_sync(barrier, 128);
-    return is_last;
+    return ::arrive_last(counters + first, last - first, barrier, is_last);
   }
 };
 

@@ -47,8 +47,8 @@ struct KvLoader {
     }
   }
 
-  FS_DEVICE void begin(const WorkItem& work, int head, int first_tile) {
-    kv_head = head;
+  FS_DEVICE void begin(const WorkItem& work, int first_tile) {
+    kv_head = work.kv_head;
     fetch(work, first_tile);
   }
 

@@ -35,8 +35,8 @@ struct KvLoader {
     return page_id_of_key(p, page_size(), {work.first_kv, work.kv_len}, tile * TILE_KV + (threadIdx.x % 32 << boxes().log2_rows));
   }
 
-  FS_DEVICE void begin(const WorkItem& work, int head, int first_tile) {
-    kv_head = head;
+  FS_DEVICE void begin(const WorkItem& work, int first_tile) {
+    kv_head = work.kv_head;
     next_page = fetch(work, first_tile);
   }
 

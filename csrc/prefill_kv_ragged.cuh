@@ -18,7 +18,7 @@ struct KvLoader {
   FS_DEVICE static const TensorMap* k_of(const Params& p) { return &p.k_map; }
   FS_DEVICE static const TensorMap* v_of(const Params& p) { return &p.v_map; }
 
-  FS_DEVICE void begin(const WorkItem&, int head, int) { kv_head = head; }
+  FS_DEVICE void begin(const WorkItem& work, int) { kv_head = work.kv_head; }
 
   FS_DEVICE void advance(const WorkItem&, int) {}
 

@@ -1,59 +1,92 @@
-// Which rows of which request a CTA attends to. Worked out on the device from the index tensors: no length ever
-// reaches the host.
+// Which rows of which request a CTA attends to, and to which of their keys. Worked out on the device from the index
+// tensors: no length ever reaches the host.
 #pragma once
-#include "types.cuh"
+#include "division.cuh"
+#include "work_item.cuh"
 
-// One row block of one head of one request, as the producer posts it to the consumers.
-struct WorkItem {
-  int request;  // -1: no work is left
-  int head;
-  int first_row;     // row of q
-  int num_rows;      // valid rows of the block
-  int first_kv;      // row of k and v; of a paged cache: entry of the page table
-  int kv_len;        // keys of the request
-  int diagonal;      // key on the first row's diagonal, counted from the request's first; may be negative
-  float threshold;   // log2 lambda in raw score units; -INF where nothing may be skipped
+// Which items of the global order are cut, and into how many pieces. In shared memory: the scheduling warp has few
+// registers.
+struct Cut {
+  uint32_t whole_items;  // the first ones are not
+  uint32_t key_pieces, unit_pieces;
 };
 
-// First token and number of tokens of a request; offsets on the device are bounded here, never trusted.
-struct Span {
-  int first, length;
-
-  FS_DEVICE Span(int first, int length) : first(first), length(length) {}
-
-  FS_DEVICE Span(const int32_t* indptr, int request, int limit) {
-    first = min(max(indptr[request], 0), limit);
-    length = max(min(indptr[request + 1], limit) - first, 0);
-  }
-};
-
-// Hands out items in one global order: requests as they come; within one, head sections whose keys and values fit
+// Hands out items in one global order: requests as they come; within one, sections of heads whose keys and values fit
 // into L2, long rows first, the heads of a section side by side. All 32 lanes of the scheduling warp call it.
-// Without a causal limit all items of a request cost the same, and the last wave may leave most CTAs idle. Its row
-// blocks are then cut into pieces of whole units, which changes no decision: units vote alone, in the same order.
-// `Keys::keys_of` finds a request's keys.
-template <class Keys, int TILE_Q, int UNIT_ROWS, bool CAUSAL, int KV_HEAD_BYTES>
+// The items from `cut.whole_items` on are cut into pieces, so that they fill the last waves of CTAs. Neither way of
+// cutting changes a decision:
+//   over the keys    items of short requests, which are judged against seeds, if at all; pieces are merged
+//   over the units   without a causal limit and short requests, where all items of a request cost the same: units
+//                    vote alone, in the same order
+// `Keys::keys_of` finds a request's keys; `SHORTS`: whether the kernel treats short requests as such.
+template <class Keys, int UNITS, int TILE_KV, bool CAUSAL, bool SHORTS, int KV_HEAD_BYTES>
 struct Scheduler {
   static constexpr int L2_BYTES = 32 << 20;  // of keys and values in use at a time; the L2 holds 50 MB
-  static constexpr int UNITS = TILE_Q / UNIT_ROWS;
   static constexpr int MOST_COUNTED = 1024;  // requests: counting the items of more would take longer than it saves
+  static constexpr int MOST_WAVES = 8;       // of whole items: with more, the last one hardly matters
+  static constexpr int PIECE_WAVES = 2;      // of pieces: what the workspace holds (flashskip/_kernels.py)
+  static constexpr int MOST_PIECES = 32;     // of an item: one warpgroup merges them
+  static constexpr int LEAST_TILES = 16;     // of a piece
 
   uint32_t claimed = blockIdx.x;  // in lane 0: this CTA's next turn; the first one needs no counter
   uint32_t first_item = 0;        // number of items before `request`
+  uint32_t end_item = 0;          // and to its end
+  uint32_t first_whole = 0;       // number of items before it if none were cut
   int request = 0;                // items are claimed in ascending order, so the search never goes back
-  uint32_t whole_items = ~0u;     // the items after these are cut
-  uint32_t pieces = 1;
+  Cut& cut;
 
   template <class Params>
-  FS_DEVICE explicit Scheduler(const Params& p) {
-    if (CAUSAL || p.batch_size > MOST_COUNTED) return;
-    uint32_t items = 0;
-    for (int i = threadIdx.x % 32; i < p.batch_size; i += 32) items += num_items(p, i);
+  FS_DEVICE Scheduler(const Params& p, Cut& cut) : cut(cut) {
+    set_cut({~0u, 1, 1});
+    if ((CAUSAL && !SHORTS) || p.batch_size > MOST_COUNTED) return;
+    uint32_t items = 0, longest = 0;
+    float tiles = 0.f;
+#pragma unroll 1
+    for (int i = threadIdx.x % 32; i < p.batch_size; i += 32) {
+      const Division d = division_of(p, i);
+      items += d.items();
+      if (!SHORTS) continue;
+      const uint32_t count = Keys::keys_of(p, i).length / TILE_KV;
+      if (d.is_short) longest = max(longest, count);
+      tiles += static_cast<float>(d.items()) * count;
+    }
     items = __reduce_add_sync(~0u, items);
+    if (SHORTS) longest = __reduce_max_sync(~0u, longest);
+    if (SHORTS && longest >= 2 * LEAST_TILES) {
+      if (items < MOST_WAVES * gridDim.x) cut_over_keys(items, longest, sum(tiles));
+    } else if (!CAUSAL) {
+      cut_over_units(items);
+    }
+  }
+
+  FS_DEVICE void set_cut(const Cut& chosen) {
+    if (threadIdx.x % 32 == 0) cut = chosen;
+    __syncwarp();
+  }
+
+  // The last wave, if it fills at most half of the CTAs.
+  FS_DEVICE void cut_over_units(uint32_t items) {
     const uint32_t last_wave = items % gridDim.x;
     if (2 * last_wave > gridDim.x) return;
-    whole_items = items - last_wave;
-    pieces = 3 * last_wave > gridDim.x ? 2 : UNITS;
+    set_cut({items - last_wave, 1, 3 * last_wave > gridDim.x ? 2u : UNITS});
+  }
+
+  // Each lane estimates how long one way of cutting takes, in load tiles of a CTA, as if items were of average
+  // length: the lower half cuts what does not fill a wave, the upper half everything.
+  FS_DEVICE void cut_over_keys(uint32_t items, uint32_t longest, float tiles) {
+    constexpr float PER_PIECE = 4.f, PER_MERGED = 0.25f;  // to start one and leave its state; to merge one
+    const int lane = threadIdx.x % 32;
+    const uint32_t whole = lane < 16 ? items - items % gridDim.x : 0, rest = items - whole;
+    const uint32_t room = PIECE_WAVES * gridDim.x / max(rest, 1u);
+    const uint32_t most = max(min(min(room, longest / LEAST_TILES), MOST_PIECES), 1u);
+    const uint32_t pieces = 1 + lane % 16 * (most - 1) / 15;
+    const float average = tiles / items;
+    const uint32_t waves = (rest * pieces + gridDim.x - 1) / gridDim.x;
+    float time = waves * (average / pieces + PER_PIECE) + whole / gridDim.x * average;
+    time = fmaxf(time, whole ? longest : longest / pieces) + pieces * PER_MERGED;
+    const uint32_t best = __reduce_min_sync(~0u, (__float_as_uint(time) & ~31u) + lane) % 32;
+    const uint32_t key_pieces = __shfl_sync(~0u, pieces, best);
+    if (key_pieces > 1) set_cut({__shfl_sync(~0u, whole, best), key_pieces, 1});
   }
 
   // The last CTA to finish leaves both words at zero for the next launch or graph replay.
@@ -61,28 +94,29 @@ struct Scheduler {
     if (atomicAdd(work_counter + 1, 1) == gridDim.x - 1) work_counter[0] = work_counter[1] = 0;
   }
 
-  // The next item; its `request` is -1 when no work is left. The turn after it is claimed early, because the
-  // counter takes about a microsecond to answer.
+  // Writes the claimed item; its request is NO_REQUEST when no work is left. What belongs to the request is only
+  // written if the slot held an item of another one: then the result is true, and threshold and `seeded` are missing.
   template <class Params>
-  FS_DEVICE WorkItem next(const Params& p) {
-    uint32_t item = __shfl_sync(~0u, claimed, 0), piece = 0;
-    const bool is_cut = item >= whole_items;
-    if (is_cut) {
-      piece = (item - whole_items) % pieces;
-      item = whole_items + (item - whole_items) / pieces;
+  FS_DEVICE bool next(const Params& p, WorkItem& work) {
+    const uint32_t item = __shfl_sync(~0u, claimed, 0);
+    if (item >= end_item && !find_request(p, item)) {
+      work.request = NO_REQUEST;
+      return false;
     }
-    if (!find_request(p, item)) return {-1};
-    if (threadIdx.x % 32 == 0) claimed = atomicAdd(p.work_counter, 1) + gridDim.x;
-    WorkItem work = describe(p, item - first_item);
-    if (is_cut) cut(work, piece * UNITS / pieces, (piece + 1) * UNITS / pieces);
-    return work;
+    const bool is_new = work.request != request;
+    __syncwarp();
+    if (is_new) describe_request(p, work);
+    __syncwarp();
+    describe_piece(p, item, work);
+    __syncwarp();
+    describe_units(p, work);
+    return is_new;
   }
 
-  // Leaves units [first, end) of a row block.
-  FS_DEVICE static void cut(WorkItem& work, int first, int end) {
-    work.num_rows = min(max(work.num_rows - first * UNIT_ROWS, 0), (end - first) * UNIT_ROWS);
-    work.first_row += first * UNIT_ROWS;
-    work.diagonal += first * UNIT_ROWS;
+  // Claims the next turn. The counter takes about a microsecond to answer.
+  template <class Params>
+  FS_DEVICE void claim(const Params& p) {
+    if (threadIdx.x % 32 == 0) claimed = atomicAdd(p.work_counter, 1) + gridDim.x;
   }
 
   // Moves to the request that `item` lies in, 32 requests at a time.
@@ -90,27 +124,57 @@ struct Scheduler {
   FS_DEVICE bool find_request(const Params& p, uint32_t item) {
     for (; request < p.batch_size; request += 32) {
       const int candidate = request + threadIdx.x % 32;
-      const uint32_t items = candidate < p.batch_size ? num_items(p, candidate) : 0;
-      const uint32_t end = first_item + sum_up_to_lane(items);
+      uint32_t whole = 0, pieces = 1;
+      if (candidate < p.batch_size) {
+        const Division d = division_of(p, candidate);
+        whole = d.items();
+        pieces = num_pieces(d.is_short, d.is_short ? Keys::keys_of(p, candidate).length : 0);
+      }
+      const uint32_t end_whole = first_whole + sum_up_to_lane(whole);
+      uint32_t end = end_whole, items = whole;
+      if (cut.whole_items != ~0u) {
+        items = pieces * whole - (pieces - 1) * num_whole(end_whole - whole, whole);
+        end = first_item + sum_up_to_lane(items);
+      }
       const uint32_t holders = __ballot_sync(~0u, item < end);
       if (holders) {
         const int lane = __ffs(holders) - 1;
         first_item = __shfl_sync(~0u, end - items, lane);
+        end_item = __shfl_sync(~0u, end, lane);
+        first_whole = __shfl_sync(~0u, end_whole - whole, lane);
         request += lane;
         return true;
       }
       first_item = __shfl_sync(~0u, end, 31);
+      first_whole = __shfl_sync(~0u, end_whole, 31);
     }
     return false;
   }
 
   template <class Params>
-  FS_DEVICE static uint32_t num_items(const Params& p, int request) {
-    return num_blocks(Span(p.qo_indptr, request, p.nnz_qo).length) * p.num_qo_heads;
+  FS_DEVICE static bool is_short(const Params& p, int request, int qo_len) {
+    return SHORTS && qo_len > 0 && qo_len <= p.short_qo_len &&
+           Keys::keys_of(p, request).length >= LONG_KV_RATIO * qo_len;
   }
 
-  FS_DEVICE static uint32_t num_blocks(int qo_len) { return (qo_len + TILE_Q - 1u) / TILE_Q; }
+  template <class Params>
+  FS_DEVICE static Division division_of(const Params& p, int request) {
+    const int qo_len = Span(p.qo_indptr, request, p.nnz_qo).length;
+    return Division(p, qo_len, is_short(p, request, qo_len), UNITS);
+  }
 
+  // Of a request's `whole` items, the first one of which has number `first`: how many are not cut.
+  FS_DEVICE uint32_t num_whole(uint32_t first, uint32_t whole) const {
+    return min(cut.whole_items - min(cut.whole_items, first), whole);
+  }
+
+  // Into how many pieces the others are cut.
+  FS_DEVICE uint32_t num_pieces(bool is_short, int kv_len) const {
+    if (!SHORTS || !is_short) return CAUSAL ? 1 : cut.unit_pieces;
+    return max(min(cut.key_pieces, kv_len / (TILE_KV * LEAST_TILES)), 1u);
+  }
+
+  // Over the warp: up to this lane, and over all.
   FS_DEVICE static uint32_t sum_up_to_lane(uint32_t value) {
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
@@ -120,26 +184,89 @@ struct Scheduler {
     return value;
   }
 
-  // Item `index` of the request.
+  FS_DEVICE static float sum(float value) {
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) value += __shfl_xor_sync(~0u, value, distance);
+    return value;
+  }
+
+  // The steps know of each other what is in shared memory: registers are few.
   template <class Params>
-  FS_DEVICE WorkItem describe(const Params& p, uint32_t index) const {
-    const Span qo(p.qo_indptr, request, p.nnz_qo), kv = Keys::keys_of(p, request);
-    const uint32_t blocks = num_blocks(qo.length), group_size = p.num_qo_heads / p.num_kv_heads;
-    const uint32_t fitting = L2_BYTES / KV_HEAD_BYTES / max(kv.length, 1);  // KV heads
-    const uint32_t section_heads = min(max(fitting, 1u), static_cast<uint32_t>(p.num_kv_heads)) * group_size;
-    const uint32_t section = index / (section_heads * blocks), rest = index % (section_heads * blocks);
-    const uint32_t first_head = section * section_heads;
-    const uint32_t heads = min(section_heads, p.num_qo_heads - first_head);
-    const int block = blocks - 1 - rest / heads;
-    const int row = block * TILE_Q;
-    WorkItem item;
-    item.request = request;
-    item.head = first_head + rest % heads;
-    item.first_row = qo.first + row;
-    item.num_rows = min(qo.length - row, TILE_Q);
-    item.first_kv = kv.first;
-    item.kv_len = kv.length;
-    item.diagonal = row + kv.length - qo.length;
-    return item;
+  FS_DEVICE void describe_request(const Params& p, WorkItem& work) const {
+    const Span qo(p.qo_indptr, request, p.nnz_qo);
+    work.request = request;
+    work.first_token = qo.first;
+    work.qo_len = qo.length;
+    const Span kv = Keys::keys_of(p, request);
+    work.first_kv = kv.first;
+    work.kv_len = kv.length;
+    work.is_short = is_short(p, request, qo.length);
+    work.row_heads = qo.length < PACKED_QO_LEN ? p.group_size : 1;
+    if (work.row_heads > 1) work.reciprocal = 0xffffffffu / work.row_heads + 1;
+  }
+
+  // Which piece of which block it is.
+  template <class Params>
+  FS_DEVICE void describe_piece(const Params& p, uint32_t item, WorkItem& work) const {
+    const Division d(p, work.qo_len, work.is_short, UNITS);
+    const uint32_t uncut = num_whole(first_whole, d.items());
+    uint32_t index = item - first_item, piece = 0, pieces = 1;
+    if (index >= uncut) {
+      pieces = num_pieces(work.is_short, work.kv_len);
+      piece = (index - uncut) % pieces;
+      index = uncut + (index - uncut) / pieces;
+    }
+    work.piece = piece;
+    work.pieces = pieces;
+    work.key_pieces = work.is_short ? pieces : 1;
+    work.slot = item - piece - cut.whole_items;
+
+    const uint32_t fitting = L2_BYTES / KV_HEAD_BYTES / max(work.kv_len, 1);  // KV heads
+    uint32_t first_sequence = 0, sequences = d.sequences;
+    if (fitting < p.num_kv_heads) {
+      const uint32_t section_size = max(fitting, 1u) * (d.sequences == p.num_kv_heads ? 1 : p.group_size);
+      const uint32_t section = index / (section_size * d.blocks);
+      index -= section * section_size * d.blocks;
+      first_sequence = section * section_size;
+      sequences = min(section_size, d.sequences - first_sequence);
+    }
+    const uint32_t row = index / sequences;  // of blocks
+    const uint32_t sequence = first_sequence + index - row * sequences;
+    work.block = d.blocks - 1 - row;
+    work.head = sequence * d.heads();
+    work.kv_head = d.heads() == p.group_size ? sequence : sequence / p.group_size;
+  }
+
+  template <class Params>
+  FS_DEVICE static void describe_units(const Params& p, WorkItem& work) {
+    const int unit = threadIdx.x % 32;
+    if (unit < MOST_UNITS) work.units[unit] = rows_of_unit(p, work, unit);
+    __syncwarp();
+    Diagonals rows = work.units[0].diagonals;  // units ascend, and those without rows are the last ones
+#pragma unroll
+    for (int i = 1; i < UNITS; i++) rows.last = max(rows.last, work.units[i].diagonals.last);
+    work.rows = rows;
+  }
+
+  // Units of a short request are spread evenly over its blocks; others fill a block before the next.
+  template <class Params>
+  FS_DEVICE static UnitRows rows_of_unit(const Params& p, const WorkItem& work, int index) {
+    const Division d(p, work.qo_len, work.is_short, UNITS);
+    const uint32_t block = work.block;
+    uint32_t first = block * UNITS, end = min(first + UNITS, d.units);
+    if (work.is_short) {
+      first = block * d.units / d.blocks;
+      end = (block + 1) * d.units / d.blocks;
+    } else if (!CAUSAL) {
+      end = min(first + (work.piece + 1) * UNITS / work.pieces, end);
+      first += work.piece * UNITS / work.pieces;
+    }
+    const uint32_t unit = first + index;
+    constexpr int NONE = -1 << 31;
+    if (unit >= end) return {0, 0, 0, {NONE + 1, NONE}};
+    const uint32_t number = d.unit_heads == 1 ? unit : unit / d.unit_heads;  // of the head's
+    const int row = number * 64, count = min(work.qo_len * d.row_heads - row, 64);
+    const int head = work.head + unit - number * d.unit_heads;
+    return {head, row, count, {work.diagonal_of(row), work.diagonal_of(row + count - 1)}};
   }
 };

@@ -15,9 +15,9 @@ struct Needs {
   bool tile[VOTES];
 
   // Each thread tests the part of its two rows that it holds: a row spares a tile iff its four parts do. All vote
-  // tiles are judged against the maxima from before the load tile. NaN needs its tile.
-  FS_DEVICE Needs(const float (&t)[VOTES][2], const RowPair& rows, float threshold) {
-    const float bound[2] = {spares_below(rows.m[0], threshold), spares_below(rows.m[1], threshold)};
+  // tiles are judged against the same references: maxima from before the load tile, or seeds. NaN needs its tile.
+  FS_DEVICE Needs(const float (&t)[VOTES][2], const float (&reference)[2], float threshold) {
+    const float bound[2] = {spares_below(reference[0], threshold), spares_below(reference[1], threshold)};
 #pragma unroll
     for (int i = 0; i < VOTES; i++) {
       tile[i] = __any_sync(~0u, !(t[i][0] < bound[0] && t[i][1] < bound[1]));

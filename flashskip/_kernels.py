@@ -39,9 +39,10 @@ _OBSERVED = [
 PREFILL_PARAMS = ParamTable(
     "PrefillParams",
     [
-        ("q_map", "TensorMap"),
+        ("q_map", "TensorMap"),  # rows of 64 tokens of a head
         ("k_map", "TensorMap"),  # ragged, paged_tma
         ("v_map", "TensorMap"),
+        ("q", "const void*"),  # [nnz_qo, num_qo_heads, head_dim_qk]
         ("o", "void*"),  # [nnz_qo, num_qo_heads, head_dim_vo]
         ("lse", "float*"),  # [nnz_qo, num_qo_heads], contiguous, or null
         ("qo_indptr", "const int32_t*"),  # [batch_size + 1]
@@ -52,7 +53,11 @@ PREFILL_PARAMS = ParamTable(
         ("indices", "const int32_t*"),  # [num_indices]
         ("last_page_len", "const int32_t*"),  # [batch_size]
         ("work_counter", "uint32_t*"),  # [2]: next work item, finished CTAs; both 0 between runs
-        ("o_stride_token", "int64_t"),  # elements
+        ("partial", "void*"),  # of pieces of short requests: [pieces, units of a CTA, UnitState]
+        ("merge_counter", "uint32_t*"),  # [pieces, units of a CTA], 0 between runs
+        ("q_stride_token", "int64_t"),  # elements
+        ("q_stride_head", "int64_t"),
+        ("o_stride_token", "int64_t"),
         ("o_stride_head", "int64_t"),
         ("k_stride_page", "int64_t"),  # of a paged cache, elements
         ("k_stride_token", "int64_t"),
@@ -69,6 +74,8 @@ PREFILL_PARAMS = ParamTable(
         ("batch_size", "int32_t"),
         ("num_qo_heads", "int32_t"),
         ("num_kv_heads", "int32_t"),
+        ("group_size", "int32_t"),  # num_qo_heads / num_kv_heads
+        ("short_qo_len", "int32_t"),  # most tokens of a short request; 0: none is treated as such
         ("window_left", "int32_t"),
         ("soft_cap", "float"),  # logits_soft_cap / sm_scale: in units of q.k
         ("sinks", "const float*"),  # [num_qo_heads], natural-log units
@@ -183,10 +190,22 @@ def geometry_for(v: Variant, group_size: int, window_left: int, seeded: bool) ->
     )
 
 
+# Pieces of short prefill requests per CTA, at most (csrc/prefill_schedule.cuh: PIECE_WAVES).
+_PIECES_PER_CTA = 2
+
+
+def merged_units(v: Variant, grid: int) -> int:
+    """Return how many states of units the pieces of a prefill leave at most; 0 if it has none."""
+    tile = tile_for(v)
+    assert isinstance(tile, PrefillTile)
+    return 0 if v.skip == "budget" else _PIECES_PER_CTA * grid * tile.consumer_warpgroups
+
+
 def workspace_bytes(v: Variant, grid: int) -> int:
     """Return the scratch memory of a launch, which depends on the number of CTAs alone."""
     if v.op == "prefill":
-        return 0
+        # o, m, l and the omitted mass, as 128 threads hold them (csrc/unit_state.cuh)
+        return merged_units(v, grid) * 128 * (v.head_dim_vo // 2 + 4 + 1) * 4
     assert v.rows is not None
     values = v.head_dim_vo + (3 if v.bound else 2)
     return grid * 2 * v.rows * values * 4  # two cut segments per CTA, fp32

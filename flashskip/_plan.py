@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from flashskip import reference
-from flashskip._checks import BATCH_SIZE, check_vector
+from flashskip import _kernels, reference
+from flashskip._buffers import Needs
+from flashskip._checks import BATCH_SIZE, check_vector, check_workspace
 from flashskip._jit.kernel import Kernel
 from flashskip._options import DTYPE_NAMES, LIVE, PlanOptions, refusal
 from flashskip.errors import UnsupportedDevice, UnsupportedVariant
@@ -177,6 +178,23 @@ def threshold_fields(options: PlanOptions) -> dict[str, object]:
         "overflow_is_dense": options.overflow == "dense",
         "allowance": reference.allowance(options.skip_budget or 0.0),
     }
+
+
+def workspace_needs(plan: Plan, workspace: torch.Tensor | None) -> Needs:
+    """Name the buffer of partial results, where a plan has some and the caller passed no memory.
+
+    Raises ValueError if what was passed is too small.
+    """
+    size = _kernels.workspace_bytes(plan.variant, plan.grid)
+    if workspace is not None:
+        check_workspace(workspace, size)
+    return {"partial": ((size,), torch.uint8)} if size and workspace is None else {}
+
+
+def workspace_fields(plan: Plan, workspace: torch.Tensor | None) -> dict[str, object]:
+    """Return the field of a launch record that says where partial results go."""
+    partial = plan.buffers.get("partial", workspace)
+    return {"partial": 0 if partial is None else partial.data_ptr()}
 
 
 def warn_of_overflow(options: PlanOptions, kv_len: torch.Tensor) -> None:

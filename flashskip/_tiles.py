@@ -92,10 +92,12 @@ class PrefillTile:
         qk, vo = _round_up(v.head_dim_qk, CHUNK), _round_up(v.head_dim_vo, CHUNK)
         q = self.tile_q * qk * 2
         kv = self.tile_kv * 2 * (self.k_stages * qk + self.v_stages * vo)
-        work_slots = 2 * 32
+        work = 2 * 136 + 12
+        seeds = 4 * self.tile_q if v.skip in ("threshold", "measure") else 0
+        is_last = 4 * self.consumer_warpgroups if v.skip != "budget" else 0
         ballots = 16 * self.consumer_warpgroups
         barriers = 1 + 2 * (2 + self.consumer_warpgroups + self.k_stages + self.v_stages)
-        return q + kv + work_slots + ballots + 8 * barriers
+        return q + kv + _round_up(work + seeds + is_last + ballots, 8) + 8 * barriers
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,8 @@ from flashskip._plan import (
     require_kernel,
     signature,
     threshold_fields,
+    workspace_fields,
+    workspace_needs,
 )
 from flashskip._scales import UNSCALED, Scales, check_scales, dequantised, scale_fields
 from flashskip.geometry import Geometry
@@ -187,13 +189,15 @@ class BatchWrapper:
     def _needs(self, plan: Plan) -> Needs:
         """Name the buffers that a launch needs, counters of decisions aside."""
         moved = {n: t for n, t in plan.indices.items() if t.device != plan.device}
-        return {name: (tuple(t.shape), t.dtype) for name, t in moved.items()}
+        needs: Needs = {name: (tuple(t.shape), t.dtype) for name, t in moved.items()}
+        return needs | workspace_needs(plan, self._workspace)
 
     def _fill(self, plan: Plan) -> None:
         """Write into the launch record what does not change between runs."""
         options = plan.options
         self._set(
             **threshold_fields(options),
+            **workspace_fields(plan, self._workspace),
             batch_size=plan.batch_size,
             num_qo_heads=plan.num_qo_heads,
             num_kv_heads=plan.num_kv_heads,

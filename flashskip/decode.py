@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from flashskip import _cpu, _kernels, _maps, reference
+from flashskip import _cpu, _maps, reference
 from flashskip._buffers import Needs
 from flashskip._checks import (
     check_count,
@@ -16,7 +16,6 @@ from flashskip._checks import (
     check_pages_contents,
     check_reach,
     check_tensor,
-    check_workspace,
 )
 from flashskip._options import PlanOptions, refusal, takes_plan_options
 from flashskip._paged import (
@@ -221,21 +220,12 @@ class BatchDecodeWrapper(BatchWrapper):
         )
 
     def _needs(self, plan: Plan) -> Needs:
-        needs = super()._needs(plan)
-        needs["merge_counter"] = ((plan.grid,), torch.int32)
-        size = _kernels.workspace_bytes(plan.variant, plan.grid)
-        if self._workspace is None:
-            needs["partial"] = ((size,), torch.uint8)
-        else:
-            check_workspace(self._workspace, size)
-        return needs
+        return super()._needs(plan) | {"merge_counter": ((plan.grid,), torch.int32)}
 
     def _fill(self, plan: Plan) -> None:
         super()._fill(plan)
-        partial = plan.buffers["partial"] if self._workspace is None else self._workspace
         self._set(
             merge_counter=plan.buffers["merge_counter"].data_ptr(),
-            partial=partial.data_ptr(),
             page_size=plan.page_size,
             q_len_per_req=plan.q_len_per_req,
         )

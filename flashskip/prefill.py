@@ -31,6 +31,7 @@ from flashskip._paged import (
 from flashskip._plan import NEW, Plan, dtype_name, target_device, warn_of_overflow
 from flashskip._tiles import prefill_tile
 from flashskip._wrapper import BatchWrapper
+from flashskip.geometry import SHORT_QO_LEN
 from flashskip.variant import Variant
 
 
@@ -44,7 +45,8 @@ class BatchPrefillWrapper(BatchWrapper):
     Parameters
     ----------
     float_workspace_buffer : torch.Tensor, optional
-        Scratch memory; allocated when needed if None. Its device is where the plan will run.
+        Scratch memory of at least `workspace_bytes`, which wrappers that run on one stream may
+        share; allocated if None. Its device is where the plan will run.
     kv_layout : {"NHD", "HND"}
         Layout of a paged cache: ``[pages, (2,) page_size, num_kv_heads, head_dim]``, or with the
         middle two swapped. Ragged K and V are always ``[tokens, heads, dim]``: "NHD".
@@ -296,12 +298,18 @@ class BatchPrefillWrapper(BatchWrapper):
         )
 
     def _needs(self, plan: Plan) -> Needs:
-        return super()._needs(plan) | {"work_counter": ((2,), torch.int32)}
+        needs = super()._needs(plan) | {"work_counter": ((2,), torch.int32)}
+        units = _kernels.merged_units(plan.variant, plan.grid)
+        return needs | {"merge_counter": ((units,), torch.int32)} if units else needs
 
     def _fill(self, plan: Plan) -> None:
         super()._fill(plan)
+        counter = plan.buffers.get("merge_counter")
         self._set(
             work_counter=plan.buffers["work_counter"].data_ptr(),
+            merge_counter=0 if counter is None else counter.data_ptr(),
+            group_size=plan.num_qo_heads // plan.num_kv_heads,
+            short_qo_len=SHORT_QO_LEN if plan.geometry.seed_short_queries else 0,
             page_size=plan.page_size,
             page_reciprocal=(2**32 - 1) // max(plan.page_size, 1),
         )
@@ -333,6 +341,7 @@ class BatchPrefillWrapper(BatchWrapper):
             self._check_inputs(inputs, plan.device)
         q, *kv = inputs
         k, v = self._bind_cache(kv) if plan.page_size else kv
+        self._set(q=q.data_ptr(), q_stride_token=q.stride(0), q_stride_head=q.stride(1))
         self._set(nnz_qo=q.shape[0], nnz_kv=k.shape[0], **_maps.prefill_maps(plan.variant, q, k, v))
 
     def _bind_cache(self, cache: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -96,7 +96,7 @@ class Call:
 
 
 def new(phase: str) -> Any:
-    return Prefill(torch.empty(1 << 20)) if phase == "prefill" else Decode(torch.empty(1 << 20))
+    return Prefill(torch.empty(1 << 22)) if phase == "prefill" else Decode(torch.empty(1 << 20))
 
 
 def fresh(phase: str, call: Call) -> dict[str, Any]:

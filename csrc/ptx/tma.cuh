@@ -55,3 +55,6 @@ FS_DEVICE void cp_async_16(uint32_t dst, const void* src, bool valid, uint64_t p
 FS_DEVICE void cp_async_mbarrier_arrive_noinc(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
+
+// Waits for all earlier cp.async of this thread.
+FS_DEVICE void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
