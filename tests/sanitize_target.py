@@ -30,7 +30,7 @@ CERTIFIES = {**COUNTS, "collect_bound": True}
 MEASURES = {"skip_criterion": "measure"}
 BUDGETS = {"skip_criterion": "budget", "skip_budget": 0.02, "collect_stats": True}
 # Also packed by group, judged against a seed, and cut over its keys and merged.
-QO_LENS, KV_LENS = (70, 0, 5, 130, 1, 200, 66), (70, 40, 300, 130, 0, 260, 1500)
+QO_LENS, KV_LENS = (70, 0, 5, 130, 1, 200, 66), (70, 40, 300, 130, 0, 260, 4200)
 PAGED_LENS = (0, 1, 63, 64, 65, 130, 700)
 
 # Head dim, dtype, options of plan(), and where there is a page_size also of to_pages().
