@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flashskip import BatchDecodeWrapper, BatchPrefillWrapper
 from flashskip.calibration.measure import decode_table, exchanged_attention
-from flashskip.integrations._phases import workspace
+from flashskip.integrations._phases import new_workspace
 
 _ROWS = 1024  # of logits at a time
 Options = Mapping[str, Any]
@@ -61,12 +61,12 @@ class Forced:
 
     def _plan(self, query: Tensor, key: Tensor) -> None:
         heads, kv_heads, length, dim = query.shape[1], key.shape[1], query.shape[2], query.shape[3]
-        self._prefill = BatchPrefillWrapper(workspace(query.device))
+        self._prefill = BatchPrefillWrapper(new_workspace(query.device))
         starts = torch.tensor([0, self.prompt_len], dtype=torch.int32, device=query.device)
         options = _counting(self.prefill, query)
         self._prefill.plan(starts, starts, heads, kv_heads, dim, causal=True, **options)
         if length > self.prompt_len:
-            self._decode = BatchDecodeWrapper(workspace(query.device), kv_layout="HND")
+            self._decode = BatchDecodeWrapper(new_workspace(query.device), kv_layout="HND")
             table = decode_table(torch.arange(self.prompt_len, length, device=query.device))
             options = _counting(self.decode, query)
             self._decode.plan(*table, heads, kv_heads, dim, length, **options)
@@ -140,6 +140,6 @@ class LocalErrors:
         sizes = (starts, starts, query.shape[1], key.shape[1], query.shape[3])
         skipping = {**self._options, "collect_stats": True, "collect_bound": True}
         for options in ({}, skipping):
-            wrapper = BatchPrefillWrapper(workspace(query.device))
+            wrapper = BatchPrefillWrapper(new_workspace(query.device))
             wrapper.plan(*sizes, q_data_type=query.dtype, causal=True, **options)
             self._wrappers.append(wrapper)

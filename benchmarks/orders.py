@@ -27,7 +27,7 @@ from benchmarks.curves import LOG2, OMITTED, Curves, sweep
 from benchmarks.result_file import save
 from flashskip import BatchDecodeWrapper, BatchPrefillWrapper, merge_states
 from flashskip.geometry import ORDERS
-from flashskip.integrations._phases import workspace
+from flashskip.integrations._phases import new_workspace
 
 RESULTS = Path(__file__).parent / "results" / "orders.json"
 TEXTS = ("reference 1", "_pyio")  # prose and code, nothing was fitted on them
@@ -46,11 +46,11 @@ class Prefill:
         sizes = (starts, starts, query.shape[1], key.shape[1], query.shape[3])
         self.curves = curves
         self.threshold = torch.zeros(1, device=query.device)
-        self.dense = BatchPrefillWrapper(workspace(query.device))
+        self.dense = BatchPrefillWrapper(new_workspace(query.device))
         self.dense.plan(*sizes, q_data_type=query.dtype, causal=True)
         self.skipping = {}
         for order, vote_kv in itertools.product(ORDERS, (64, 128)):
-            wrapper = BatchPrefillWrapper(workspace(query.device))
+            wrapper = BatchPrefillWrapper(new_workspace(query.device))
             wrapper.plan(
                 *sizes, q_data_type=query.dtype, causal=True, order=order, vote_kv=vote_kv,
                 skip_softmax_threshold=self.threshold, collect_stats=True,
@@ -96,7 +96,7 @@ class Decode:
         self.threshold = torch.zeros(len(lengths), device=like.device)
         table = self._table(self.pages, self.tails.tolist())
         self.dense, self.seeded, self.alone = (
-            BatchDecodeWrapper(workspace(like.device), kv_layout="HND") for _ in range(3)
+            BatchDecodeWrapper(new_workspace(like.device), kv_layout="HND") for _ in range(3)
         )
         self.dense.plan(*table, *shape, PAGE, **self.options)
         self.options |= {"collect_stats": True}
@@ -147,7 +147,7 @@ class Decode:
         table = self._table([p.repeat(2) for p in parts], [PAGE] * len(parts))
         rows = torch.arange(len(parts) + 1, dtype=torch.int32, device=self.device)
         threshold = torch.zeros(len(parts), device=self.device)
-        wrapper = BatchPrefillWrapper(workspace(self.device), kv_layout="HND")
+        wrapper = BatchPrefillWrapper(new_workspace(self.device), kv_layout="HND")
         wrapper._seeded = False
         wrapper.plan_paged(
             rows * (heads // kv_heads), *table, kv_heads, kv_heads, dim, PAGE, order="ascending",

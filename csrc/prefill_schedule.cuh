@@ -11,6 +11,8 @@ struct Cut {
   uint32_t key_pieces, unit_pieces;
 };
 
+constexpr int PIECES_PER_CTA = 2;  // at most: what the workspace holds
+
 // Hands out items in one global order: requests as they come; within one, sections of heads whose keys and values fit
 // into L2, long rows first, the heads of a section side by side. All 32 lanes of the scheduling warp call it.
 // The items from `cut.whole_items` on are cut into pieces, so that they fill the last waves of CTAs. Neither way of
@@ -24,7 +26,6 @@ struct Scheduler {
   static constexpr int L2_BYTES = 32 << 20;  // of keys and values in use at a time; the L2 holds 50 MB
   static constexpr int MOST_COUNTED = 1024;  // requests: counting the items of more would take longer than it saves
   static constexpr int MOST_WAVES = 8;       // of whole items: with more, the last one hardly matters
-  static constexpr int PIECE_WAVES = 2;      // of pieces: what the workspace holds (flashskip/_kernels.py)
   static constexpr int MOST_PIECES = 32;     // of an item: one warpgroup merges them
   static constexpr int LEAST_TILES = 16;     // of a piece
 
@@ -77,7 +78,7 @@ struct Scheduler {
     constexpr float PER_PIECE = 4.f, PER_MERGED = 0.25f;  // to start one and leave its state; to merge one
     const int lane = threadIdx.x % 32;
     const uint32_t whole = lane < 16 ? items - items % gridDim.x : 0, rest = items - whole;
-    const uint32_t room = PIECE_WAVES * gridDim.x / max(rest, 1u);
+    const uint32_t room = PIECES_PER_CTA * gridDim.x / max(rest, 1u);
     const uint32_t most = max(min(min(room, longest / LEAST_TILES), MOST_PIECES), 1u);
     const uint32_t pieces = 1 + lane % 16 * (most - 1) / 15;
     const float average = tiles / items;

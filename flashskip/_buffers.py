@@ -34,7 +34,7 @@ class Buffers:
                 f"the plan needs {math.prod(shape)} elements for {name} after a run was captured "
                 f"in a graph",
                 f"at most {0 if held is None else held.numel()}, as the graph holds the old buffer",
-                "Make the first plan with the largest batch, or use a new wrapper",
+                "Make the plan that needs most first (batch, head dim), or use a new wrapper",
             )
         if small:
             with torch.inference_mode(False):  # or no code outside of it could reset a buffer

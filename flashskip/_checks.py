@@ -23,6 +23,9 @@ def check_count(name: str, value: object, least: int = 1) -> None:
         )
 
 
+MOST_HEADS_OF_A_GROUP = 1024  # kernels divide rows by it through a rounded reciprocal
+
+
 def check_heads(num_qo_heads: object, num_kv_heads: object) -> int:
     """Return the GQA group size, an integer ratio."""
     check_count("num_qo_heads", num_qo_heads)
@@ -35,7 +38,15 @@ def check_heads(num_qo_heads: object, num_kv_heads: object) -> int:
             "a multiple of num_kv_heads",
             "Every KV head must serve the same number of query heads",
         )
-    return num_qo_heads // num_kv_heads
+    group_size = num_qo_heads // num_kv_heads
+    if group_size > MOST_HEADS_OF_A_GROUP:
+        raise refusal(
+            f"num_qo_heads is {num_qo_heads} with num_kv_heads={num_kv_heads}: {group_size} query "
+            "heads a KV head",
+            f"at most {MOST_HEADS_OF_A_GROUP} query heads for each KV head",
+            "Run part of the query heads at a time",
+        )
+    return group_size
 
 
 def check_vector(
@@ -232,6 +243,12 @@ def check_strides(name: str, t: torch.Tensor) -> None:
 
 def check_workspace(workspace: torch.Tensor, needed: int) -> None:
     """Raise unless partial results fit."""
+    if not workspace.is_contiguous():
+        raise refusal(
+            f"float_workspace_buffer is not contiguous: strides {tuple(workspace.stride())}",
+            "contiguous memory, every byte of which may be written",
+            "Pass torch.empty(bytes, dtype=torch.uint8, device=device), or None",
+        )
     size = workspace.numel() * workspace.element_size()
     if size < needed or workspace.data_ptr() % 16 != 0:
         raise refusal(

@@ -190,22 +190,21 @@ def geometry_for(v: Variant, group_size: int, window_left: int, seeded: bool) ->
     )
 
 
-# Pieces of short prefill requests per CTA, at most (csrc/prefill_schedule.cuh: PIECE_WAVES).
-_PIECES_PER_CTA = 2
-
-
 def merged_units(v: Variant, grid: int) -> int:
     """Return how many states of units the pieces of a prefill leave at most; 0 if it has none."""
     tile = tile_for(v)
     assert isinstance(tile, PrefillTile)
-    return 0 if v.skip == "budget" else _PIECES_PER_CTA * grid * tile.consumer_warpgroups
+    return 0 if v.skip == "budget" else tile.pieces_per_cta * grid * tile.consumer_warpgroups
+
+
+# Of any launch on a GPU of at most 160 multiprocessors: prefill at head_dim 256 needs most.
+MOST_WORKSPACE_BYTES = 48 << 20
 
 
 def workspace_bytes(v: Variant, grid: int) -> int:
     """Return the scratch memory of a launch, which depends on the number of CTAs alone."""
     if v.op == "prefill":
-        # o, m, l and the omitted mass, as 128 threads hold them (csrc/unit_state.cuh)
-        return merged_units(v, grid) * 128 * (v.head_dim_vo // 2 + 4 + 1) * 4
+        return merged_units(v, grid) * PrefillTile.unit_state_bytes(v)
     assert v.rows is not None
     values = v.head_dim_vo + (3 if v.bound else 2)
     return grid * 2 * v.rows * values * 4  # two cut segments per CTA, fp32

@@ -107,10 +107,10 @@ class PlanOptions:
         self._check_number("skip_softmax_threshold_scale_factor", least=0.0, most=LARGEST)
         self._check_number("skip_budget", least=SMALLEST, most=1.0)
         is_count = isinstance(self.window_left, int) and not isinstance(self.window_left, bool)
-        if not is_count or not -1 <= self.window_left < 2**31:
+        if not is_count or not -1 <= self.window_left <= 2**30:
             raise ValueError(
                 f"window_left is {self.window_left!r}; expected -1 (unlimited) or a number of "
-                f"keys >= 0 and below 2**31. Correct the value."
+                f"keys from 0 to 2**30. Correct the value."
             )
         check_choice("overflow", self.overflow, OVERFLOWS)
         check_choice("skip_criterion", self.skip_criterion, CRITERIA)

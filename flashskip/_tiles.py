@@ -65,6 +65,7 @@ class PrefillTile:
     consumer_registers: int
     unit_rows: int = UNIT_ROWS
     pv_head_keys: int = 64  # their P.V runs under the exponentials of the tile's other keys
+    pieces_per_cta: int = 2  # of short requests cut over their keys, at most
 
     @property
     def tile_q(self) -> int:
@@ -86,6 +87,12 @@ class PrefillTile:
             Wgmma("wgmma_qk", self.tile_kv),
             Wgmma("wgmma_pv", v.head_dim_vo, a_in_registers=True, transpose_b=True),
         )
+
+    @staticmethod
+    def unit_state_bytes(v: Variant) -> int:
+        """Return what a unit leaves of a piece of its keys; the template asserts the number."""
+        per_thread = v.head_dim_vo // 2 + 4 + 1  # o; m and l of two rows; the omitted mass
+        return 128 * per_thread * 4
 
     def shared_bytes(self, v: Variant) -> int:
         """Return the dynamic shared memory of a CTA; the template asserts the same number."""

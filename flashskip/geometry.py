@@ -173,7 +173,11 @@ class Geometry(_Rules):
         rules = {f.name: getattr(self, f.name) for f in dataclasses.fields(_Rules)}
         if self.group_size is not None and qo_len < PACKED_BELOW:
             rules["heads_per_vote"] = self.group_size
-        if self.seed_short_queries and qo_len <= SHORT_QO_LEN and kv_len >= LONG_KV_RATIO * qo_len:
+        if (
+            self.seed_short_queries
+            and 0 < qo_len <= SHORT_QO_LEN
+            and kv_len >= LONG_KV_RATIO * qo_len
+        ):
             rules["judged_against"] = "seed"
         counted = self.heads_per_vote
         return RequestGeometry(qo_len=qo_len, kv_len=kv_len, heads_per_counter=counted, **rules)

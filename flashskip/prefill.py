@@ -106,7 +106,7 @@ class BatchPrefillWrapper(BatchWrapper):
         """
         indices = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr}
         shape = (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo)
-        arguments = (*shape, *options, *options.values())
+        arguments = (*shape, self._seeded, *options, *options.values())
         if self._replan(arguments, indices):
             return
         if self._kv_layout != "NHD":
@@ -174,7 +174,7 @@ class BatchPrefillWrapper(BatchWrapper):
         indices = {"qo_indptr": qo_indptr}
         indices |= dict(zip(("indptr", "indices", "last_page_len"), table, strict=True))
         shape = (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size)
-        arguments = (*shape, *options, *options.values())
+        arguments = (*shape, self._seeded, *options, *options.values())
         if self._replan(arguments, indices):
             return
         check_count("page_size", page_size)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import flashskip
+from flashskip._checks import check_workspace
 
 BF16 = torch.bfloat16
 
@@ -44,6 +45,10 @@ PREFILL_PLANS = [
         "num_qo_heads is 5 with num_kv_heads=2; expected a multiple",
     ),
     ((_ints(0, 3), _ints(0, 5), 4, 0, 64), "num_kv_heads is 0; expected at least 1"),
+    (
+        (_ints(0, 3), _ints(0, 5), 1025, 1, 64),
+        "num_qo_heads is 1025 with num_kv_heads=1: 1025 query heads a KV head; expected at most",
+    ),
 ]
 
 
@@ -51,6 +56,12 @@ PREFILL_PLANS = [
 def test_prefill_plan_refuses(arguments, message):
     with pytest.raises(ValueError, match=message):
         flashskip.BatchPrefillWrapper(torch.empty(0)).plan(*arguments, q_data_type=BF16)
+
+
+def test_a_workspace_without_memory_of_its_own_is_refused():
+    with pytest.raises(ValueError, match=r"float_workspace_buffer is not contiguous: strides"):
+        check_workspace(torch.empty(1, dtype=torch.uint8).expand(1 << 20), 1 << 20)
+    check_workspace(torch.empty(1 << 10, dtype=torch.uint8), 1 << 10)
 
 
 def test_an_index_list_is_no_tensor():

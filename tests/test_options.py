@@ -22,6 +22,7 @@ REFUSED = [
         "logits_soft_cap is -1.0; expected 0 or a finite number >= 1e-15",
     ),
     ({"window_left": -2}, ValueError, "window_left is -2; expected -1"),
+    ({"window_left": 2**30 + 1}, ValueError, "window_left is 1073741825; expected -1"),
     ({"skip_softmax_threshold": math.nan}, ValueError, "skip_softmax_threshold is nan"),
     (
         {"skip_softmax_threshold": -0.1},

@@ -456,7 +456,7 @@ def test_many_requests(requests: int) -> None:
 
 @pytest.mark.variants([variant(64, BF16, skip_softmax_threshold=0.1, **STATS)])
 def test_thousands_of_requests_of_a_token() -> None:
-    """Each is seeded and packed; all but a few have the keys of the first."""
+    """Each is packed, and the few that have keys are seeded; the others attend nothing."""
     n = 20_000
     batch = make_loud((1,) * 4, (700, 64, 0, 300), 4, 1, 64)
     expected = run(plan(batch, skip_softmax_threshold=LAMBDA, **STATS), batch)

@@ -122,6 +122,17 @@ def test_equal_arguments_fill_one_record_once(phase: str) -> None:
     assert wrapper.fills == 1
 
 
+def test_another_rule_of_seeds_is_another_plan() -> None:
+    """The study's switch is no argument of plan(), and equal arguments do not hide its change."""
+    wrapper, call = new("prefill"), Call("prefill")
+    for seeded in (True, False, False):
+        wrapper._seeded = seeded
+        launched = call.of(wrapper)
+        assert wrapper.geometry.seed_short_queries is seeded
+        assert launched["short_qo_len"] == (1024 if seeded else 0)
+    assert wrapper.fills == 2
+
+
 def test_longer_page_tables_are_bound_without_a_new_plan() -> None:
     wrapper = new("decode")
     for ids in (ints(4, 2, 0), ints(4, 2, 0, 7, 7, 7), ints(1, 2, 3)):

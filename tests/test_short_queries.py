@@ -4,7 +4,9 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,10 +16,11 @@ from plain_attention import one_thread as one_thread  # a fixture
 from test_reference_decisions import of_scores, states, tiny
 
 import flashskip
-from flashskip import reference
-from flashskip.geometry import ORDERS, Geometry
+from flashskip import _kernels, reference
+from flashskip.geometry import LONG_KV_RATIO, ORDERS, PACKED_BELOW, Geometry
 from flashskip.policy import Coefficients, SkipSoftmaxConfig
 from flashskip.reference import KEPT, SKIPPED
+from flashskip.variant import matrix
 
 BF16 = torch.bfloat16
 BUDGET = {"skip_criterion": "budget", "skip_budget": 0.1}
@@ -39,6 +42,7 @@ BUDGET = {"skip_criterion": "budget", "skip_budget": 0.1}
         ((1, 8), "seed", 4),
         ((1, 7), "running_max", 4),
         ((5, 0), "running_max", 4),
+        ((0, 9), "running_max", 4),
     ],
 )
 def test_lengths_alone_say_what_judges_and_who_votes(lengths, judged_against, heads):
@@ -78,6 +82,19 @@ def test_plans_know_their_group_and_all_but_a_budget_seed(options, seeds):
     assert geometry == dataclasses.replace(
         expected, rows_per_block=geometry.rows_per_block, keys_per_load=geometry.keys_per_load
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("PACKED_QO_LEN", PACKED_BELOW), ("LONG_KV_RATIO", LONG_KV_RATIO)]
+)
+def test_kernels_have_the_same_rule(name, value):
+    text = (Path(__file__).parents[1] / "csrc" / "division.cuh").read_text()
+    assert re.findall(rf"constexpr int {name} = (\d+);", text) == [str(value)]
+
+
+def test_one_workspace_is_enough_for_every_kernel():
+    needed = [_kernels.workspace_bytes(v, grid=160) for v in matrix()]
+    assert max(needed) <= _kernels.MOST_WORKSPACE_BYTES < 2 * max(needed)
 
 
 def test_impossible_groups_are_refused():

@@ -314,6 +314,22 @@ def test_gradients_are_refused(llama):
         llama(tokens(1, 20))
 
 
+def test_layers_share_scratch_memory(llama, monkeypatch):
+    """A wrapper of its own for each layer and phase, and one workspace for all of them."""
+    made = []
+    monkeypatch.setattr(
+        "flashskip.integrations.transformers.new_workspace",
+        lambda device: made.append(device) or torch.empty(0),
+    )
+    attention = register()
+    llama.set_attn_implementation("flashskip")
+    with torch.inference_mode():
+        llama.generate(torch.arange(1, 9)[None], max_new_tokens=2, do_sample=False)
+    wrappers = [phase.wrapper for layer in attention._layers.values() for phase in layer.values()]
+    assert len(wrappers) == 2 * llama.config.num_hidden_layers > 2
+    assert len({id(w._workspace) for w in wrappers}) == len(made) == 1
+
+
 def test_a_config_of_another_type_is_refused():
     with pytest.raises(TypeError, match="config is dict; expected a flashskip"):
         register({"threshold": 0.1})

@@ -14,7 +14,7 @@ from flashskip._options import check_choice, refusal
 from flashskip.calibration.curve import Measurement
 from flashskip.decode import BatchDecodeWrapper
 from flashskip.geometry import Geometry
-from flashskip.integrations._phases import workspace
+from flashskip.integrations._phases import new_workspace
 from flashskip.policy import PHASES
 from flashskip.prefill import BatchPrefillWrapper
 
@@ -172,7 +172,7 @@ class _Recorder:
             attention_mask, module, query, key, sliding_window, is_causal
         )
         options = transformers.layer_options(query, key, scaling, softcap, s_aux)
-        prefill = transformers.PHASES["prefill"](query.device)
+        prefill = transformers.PHASES["prefill"](query.device, new_workspace(query.device))
         criterion = {"skip_criterion": "measure"} if "prefill" in self._measured else {}
         out = prefill.attend(query, key, value, mask, {**options, **criterion})
         if "prefill" in self._measured:
@@ -186,7 +186,7 @@ class _Recorder:
         self, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
     ) -> BatchDecodeWrapper:
         """Run the chosen rows as decode steps, for their gaps alone."""
-        wrapper = BatchDecodeWrapper(workspace(query.device), kv_layout="HND")
+        wrapper = BatchDecodeWrapper(new_workspace(query.device), kv_layout="HND")
         heads, kv_heads, length, head_dim = query.shape[1], *key.shape[1:]
         wrapper.plan(
             *self._table, heads, kv_heads, head_dim, length, skip_criterion="measure", **options

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashskip._kernels import MOST_WORKSPACE_BYTES
 from flashskip.decode import BatchDecodeWrapper
 from flashskip.integrations._masks import AttentionMask
 from flashskip.prefill import BatchPrefillWrapper
@@ -20,7 +21,7 @@ class Phase(ABC):
 
     wrapper: BatchPrefillWrapper | BatchDecodeWrapper
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, workspace: Tensor) -> None:
         self.counts = torch.zeros(2, dtype=torch.int64, device=device)  # skipped, visited
         self._planned_for: object = None  # all that the plan depends on; None: plan again
 
@@ -41,9 +42,9 @@ class Prefill(Phase):
 
     wrapper: BatchPrefillWrapper
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self.wrapper = BatchPrefillWrapper(workspace(device))
+    def __init__(self, device: torch.device, workspace: Tensor) -> None:
+        super().__init__(device, workspace)
+        self.wrapper = BatchPrefillWrapper(workspace)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, options: Options
@@ -105,9 +106,9 @@ class Decode(Phase):
 
     wrapper: BatchDecodeWrapper
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self.wrapper = BatchDecodeWrapper(workspace(device), kv_layout="HND")
+    def __init__(self, device: torch.device, workspace: Tensor) -> None:
+        super().__init__(device, workspace)
+        self.wrapper = BatchDecodeWrapper(workspace, kv_layout="HND")
         self._lengths = torch.empty(0, dtype=torch.int32, device=device)
 
     def attend(
@@ -181,9 +182,10 @@ class Decode(Phase):
         )
 
 
-def workspace(device: torch.device) -> Tensor | None:
-    """On the CPU, say so to the wrapper by an empty workspace; on a GPU it allocates its own."""
-    return torch.empty(0) if device.type == "cpu" else None
+def new_workspace(device: torch.device) -> Tensor:
+    """Make scratch memory for all wrappers of a stream; on the CPU they need none."""
+    size = 0 if device.type == "cpu" else MOST_WORKSPACE_BYTES
+    return torch.empty(size, dtype=torch.uint8, device=device)
 
 
 def _hashable(options: Options) -> object:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flashskip._options import refusal
 from flashskip.errors import UnsupportedVariant
 from flashskip.integrations._masks import AttentionMask, attention_mask
-from flashskip.integrations._phases import Decode, Phase, Prefill
+from flashskip.integrations._phases import Decode, Phase, Prefill, new_workspace
 from flashskip.policy import SkipSoftmaxConfig
 
 NAME = "flashskip"
@@ -79,7 +79,9 @@ def register(
 class FlashSkipAttention:
     """The attention function that `register` hands to transformers.
 
-    It keeps two wrappers per attention layer, planned again when a shape changes.
+    It keeps two wrappers per attention layer, planned again when a shape changes. Those of
+    all layers that first ran on one stream share scratch memory: run a model on one stream at a
+    time.
 
     Parameters
     ----------
@@ -113,6 +115,7 @@ class FlashSkipAttention:
         self._layers: weakref.WeakKeyDictionary[nn.Module, dict[str, Phase]] = (
             weakref.WeakKeyDictionary()
         )
+        self._workspaces: dict[tuple[torch.device, int], Tensor] = {}
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         if model is not None:
             self._names.update((module, name) for name, module in model.named_modules())
@@ -210,8 +213,15 @@ class FlashSkipAttention:
         layer = self._layers.setdefault(module, {})
         phase = layer.get(name)
         if phase is None or phase.counts.device != device:
-            phase = layer[name] = PHASES[name](device)
+            phase = layer[name] = PHASES[name](device, self._workspace(device))
         return phase
+
+    def _workspace(self, device: torch.device) -> Tensor:
+        """Return the scratch memory of the layers that first ran on the current stream."""
+        stream = 0 if device.type == "cpu" else torch.cuda.current_stream(device).cuda_stream
+        if (device, stream) not in self._workspaces:
+            self._workspaces[device, stream] = new_workspace(device)
+        return self._workspaces[device, stream]
 
 
 def _keep_from_flash_attention_preload() -> None:
