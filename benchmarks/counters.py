@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import machine
+from benchmarks import machine, pages
 from benchmarks.data import THRESHOLD, make_data
 from benchmarks.groups import GROUPS
 from benchmarks.peers.flashskip import prepare
@@ -147,18 +147,15 @@ def run(path: Path, targets: Sequence[Target], commit: str) -> None:
 
 def table(results: dict[str, Any], only: str) -> str:
     """Return a Markdown table of the entries whose target holds the text `only`."""
-    lines = [
-        "| launch | µs | DRAM, GB/s (of peak) | L2 hits | issue slots | tensor pipe | warps |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    header = ["launch", "µs", "DRAM, GB/s (of peak)", "L2 hits", "issue slots", "tensor pipe"]
+    body = []
     for e in results["counters"]:
         if only in e["target"]:
             waits = ", ".join(f"{k.replace('_', ' ')} {v:.0f} %" for k, v in e["warps"].items())
-            lines.append(
-                f"| {e['target']} | {e['us']:.1f} | {e['dram_gbps']:.0f} ({e['dram']:.0f} %) "
-                f"| {e['l2_hits']:.0f} % | {e['issue']:.0f} % | {e['tensor']:.0f} % | {waits} |"
-            )
-    return "\n".join(lines)
+            memory = f"{e['dram_gbps']:.0f} ({e['dram']:.0f} %)"
+            percents = [f"{e[name]:.0f} %" for name in ("l2_hits", "issue", "tensor")]
+            body.append([e["target"], f"{e['us']:.1f}", memory, *percents, waits])
+    return pages.table([*header, "warps"], body)
 
 
 def main() -> int:

@@ -28,11 +28,7 @@ SEED = int(os.environ.get("FUZZ_SEED", "0"))
 @pytest.mark.variants(lambda number: [variants()[number]])
 @pytest.mark.parametrize("number", NUMBERS)
 def test_random_calls(number: int, receipt_notes: dict[str, Any]) -> None:
-    """The kernel's share of the examples, then more of them until its share of the time is over.
-
-    One example of lambda = 1 under a soft-cap may leave all its decisions within rounding of it, so
-    that of a few examples a third of the rows can be undecided; the receipt counts them over all.
-    """
+    """The kernel's share of the examples, then more of them until its share of the time is over."""
     v, start, share = variants()[number], time.monotonic(), SECONDS / len(NUMBERS)
     least = -(-EXAMPLES // len(NUMBERS))
     examples = decided = rows = 0
@@ -45,7 +41,7 @@ def test_random_calls(number: int, receipt_notes: dict[str, Any]) -> None:
         receipt_notes[name] = receipt_notes.get(name, 0) + count
     receipt_notes["first_seed"] = SEED
     print(f"{examples} examples, {decided} of {rows} rows decided")
-    assert decided > 0.5 * rows, "rounding may flip so many decisions that little was compared"
+    assert decided > 0.9 * rows, "rounding may flip so many decisions that little was compared"
 
 
 # ---- the fuzzer itself, on the CPU path ----------------------------------------------------------
@@ -114,6 +110,6 @@ def _one_that_decides_the_first_row(v: Variant) -> int:
         x = draw(v, seed, "cpu", 70)
         if len(x.alone) == 1 and x.rows:
             decided, rows = check(v, seed, device="cpu", longest=70)
-            if decided == rows:
+            if decided == rows > 0:
                 return seed
     raise LookupError(v.symbol)
