@@ -38,19 +38,15 @@ FS_DEVICE void mask_keys_by_column(float (&s)[N], Bounds bounds) {
   }
 }
 
-// Column maxima of several tiles over the warp's 16 keys; all lanes of a column agree. NaN wins.
-template <int TILES, int N>
-FS_DEVICE void maximum_in_warp(const float (&s)[TILES][N], float (&t)[TILES][N / 2]) {
-#pragma unroll
-  for (int i = 0; i < TILES; i++)
-#pragma unroll
-    for (int c = 0; c < N / 2; c++) t[i][c] = max_nan(s[i][score_of(c, 0)], s[i][score_of(c, 1)]);
+// Column maxima of a thread's keys, of several tiles, to those of the warp's 16 keys; all lanes of a column agree. NaN wins.
+template <int TILES, int C>
+FS_DEVICE void maximum_in_warp(float (&t)[TILES][C]) {
 #pragma unroll
   for (int x = 4; x < 32; x *= 2)  // the tiles' shuffles overlap
 #pragma unroll
     for (int i = 0; i < TILES; i++)
 #pragma unroll
-      for (int c = 0; c < N / 2; c++) t[i][c] = max_nan(t[i][c], __shfl_xor_sync(~0u, t[i][c], x));
+      for (int c = 0; c < C; c++) t[i][c] = max_nan(t[i][c], __shfl_xor_sync(~0u, t[i][c], x));
 }
 
 // `exchange` [tile][column][warp]: each warp writes its value of every column; after a barrier all read all four.

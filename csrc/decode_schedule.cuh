@@ -68,28 +68,34 @@ struct Schedule {
     for (int x = 16; x > 0; x /= 2) tiles += __shfl_xor_sync(~0u, tiles, x);
     if (lane == 0) slab_tiles[warp] = tiles * items_per_request;
     __syncthreads();
-    if (threadIdx.x == 0) cut(items_per_request, slab);
+    if (warp == 0) cut(items_per_request, slab);
     __syncthreads();
   }
 
+  // A warp, a slab a lane: this is what all wait for.
   FS_DEVICE void cut(int items_per_request, int slab) {
-    items = items_per_request;
-    int64_t sum = 0;
-#pragma unroll 1
-    for (int w = 0; w < WARPS; w++) sum += slab_tiles[w];
-    total = sum;
-    ctas = static_cast<int>(min(static_cast<int64_t>(gridDim.x), max(sum / MIN_TILES_PER_CTA, 1ll)));
-    begin = quotient(sum * blockIdx.x, ctas);
-    end = static_cast<int>(blockIdx.x) < ctas ? quotient(sum * (blockIdx.x + 1), ctas) : begin;
-    int64_t before = 0;
-    int first = 0;
-#pragma unroll 1
-    for (int w = 0; w < WARPS - 1 && before + slab_tiles[w] <= begin; w++) {
-      before += slab_tiles[w];
-      first += slab;
+    const int lane = threadIdx.x;
+    int64_t upto = lane < WARPS ? slab_tiles[lane] : 0;  // the end of the slab
+#pragma unroll
+    for (int x = 1; x < WARPS; x *= 2) {
+      const int64_t before = __shfl_up_sync(~0u, upto, x);
+      if (lane >= x) upto += before;
     }
-    window_begin = before;
-    window = first;
+    const int64_t sum = __shfl_sync(~0u, upto, WARPS - 1);
+    const int shares = static_cast<int>(min(static_cast<int64_t>(gridDim.x), max(sum / MIN_TILES_PER_CTA, 1ll)));
+    const int64_t edge = quotient(sum * min(static_cast<int>(blockIdx.x) + lane % 2, shares), shares);
+    const int64_t first = __shfl_sync(~0u, edge, 0);
+    const int slabs = __popc(__ballot_sync(~0u, lane < WARPS - 1 && upto <= first));  // that the share is past
+    const int64_t before = __shfl_sync(~0u, upto, max(slabs - 1, 0));
+    if (lane == 0) {
+      items = items_per_request;
+      total = sum;
+      ctas = shares;
+      begin = edge;
+      window_begin = slabs > 0 ? before : 0;
+      window = slabs * slab;
+    }
+    if (lane == 1) end = edge;
   }
 };
 
@@ -116,13 +122,13 @@ struct SegmentWalk {
   FS_DEVICE void load_window() {
     const int request = window + threadIdx.x % 32;
     lane_pages = request < p.batch_size ? request_pages(p, request) : RequestPages{0, 0};
-    lane_end = static_cast<int64_t>(visible_tiles(p, lane_pages.kv_len).count()) * items;
+    int upto = visible_tiles(p, lane_pages.kv_len).count();  // of 32 requests: fewer than 2^31
 #pragma unroll
     for (int x = 1; x < 32; x *= 2) {
-      const int64_t before = __shfl_up_sync(~0u, lane_end, x);
-      if (threadIdx.x % 32 >= x) lane_end += before;
+      const int before = __shfl_up_sync(~0u, upto, x);
+      if (threadIdx.x % 32 >= x) upto += before;
     }
-    lane_end += window_end;
+    lane_end = window_end + static_cast<int64_t>(upto) * items;
     window_end = __shfl_sync(~0u, lane_end, 31);
   }
 
@@ -141,8 +147,9 @@ struct SegmentWalk {
     const int64_t request_begin = __shfl_sync(~0u, lane_end, lane) - static_cast<int64_t>(count) * items;
     const int item = static_cast<int>(quotient(position - request_begin, count));
     s.offset = request_begin + static_cast<int64_t>(item) * count;
-    s.kv_head = item % p.num_kv_heads;
-    s.unit = item / p.num_kv_heads;
+    s.kv_head = item;
+    s.unit = 0;
+    for (; s.kv_head >= p.num_kv_heads; s.kv_head -= p.num_kv_heads) s.unit++;  // hardly ever: no division
     s.begin = s.tiles.first + static_cast<int>(position - s.offset);
     s.end = s.tiles.first + static_cast<int>(min(static_cast<int64_t>(count), end - s.offset));
     position += s.end - s.begin;

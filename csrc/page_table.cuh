@@ -33,7 +33,6 @@ struct PageSize {
     uint32_t page, token;
   };
 
-  FS_DEVICE explicit PageSize(uint32_t size) : size(size), reciprocal(0xffffffffu / size) {}
   FS_DEVICE PageSize(uint32_t size, uint32_t reciprocal) : size(size), reciprocal(reciprocal) {}
 
   FS_DEVICE Place place(uint32_t position) const {
@@ -54,6 +53,14 @@ FS_DEVICE int page_id_of_key(const Params& p, const PageSize& page_size, const R
 template <class Params>
 FS_DEVICE int bounded_page(const Params& p, int id) {
   return static_cast<uint32_t>(id) < static_cast<uint32_t>(p.num_pages) ? id : NO_PAGE;
+}
+
+// Asks L2 for page ids, a line a lane of all CTAs: who needs which is not known before lengths are.
+template <class Params>
+FS_DEVICE void prefetch_page_ids(const Params& p) {
+  constexpr int IDS = 32;  // of a line
+  const int first = static_cast<int>(threadIdx.x % 32 * gridDim.x + blockIdx.x) * IDS;
+  if (first < p.num_indices) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.indices + first));
 }
 
 // How a tile falls into boxes of rows that lie in one page: the page size is a multiple of the tile's, or divides it

@@ -5,11 +5,13 @@
 #include "ptx/tma.cuh"
 
 constexpr int LOADER_WARPS = 2;              // that load K, and as many for V
+constexpr int LOADER_TURNS = 1;              // both take part in each tile
 constexpr int LOADER_ARRIVALS = 2 * 32 + 2;  // on the barrier of a loaded stage: every copy, and the page ids
 constexpr bool TAIL_IS_ZERO = true;          // rows past the last key are written as zeros
 constexpr int PAGE_IDS = DECODE_TILE_KV;     // in a tile: one a row
 
 FS_DEVICE int row_of_lane() { return threadIdx.x % (32 * LOADER_WARPS); }
+FS_DEVICE int page_of_lane() { return row_of_lane(); }  // of a tile's page ids the one that a lane knows
 
 // Page ids of the tiles of a segment, a row a lane, several tiles a load, the next load always under way.
 template <class Params>
@@ -23,7 +25,7 @@ struct PageReader {
   int group;                    // first tile that `ids` covers
   int ids[TILES_PER_LOAD], next_ids[TILES_PER_LOAD];
 
-  FS_DEVICE explicit PageReader(const Params& p) : p(p), page_size(p.page_size) {}
+  FS_DEVICE explicit PageReader(const Params& p) : p(p), page_size(p.page_size, p.page_reciprocal) {}
 
   FS_DEVICE int fetch(int tile) const {
     return page_id_of_key(p, page_size, request, tile * DECODE_TILE_KV + row_of_lane());
@@ -78,13 +80,15 @@ struct TileLoader {
 
   template <class Params>
   FS_DEVICE TileLoader(const Params& p, const TensorMap*, const CacheView& cache)
-      : cache(cache), policy(createpolicy_evict_first()), page_size(p.page_size) {
+      : cache(cache), policy(createpolicy_evict_first()), page_size(p.page_size, p.page_reciprocal) {
     const int lane = threadIdx.x % 32, piece = lane % PIECES;
     sub = lane / PIECES;
     piece_offset = piece * 16;
     to = piece / Tile::UNITS * Tile::CHUNK_BYTES + (row_of_lane() - lane + sub) * Tile::ROW_BYTES;
     swizzled = (piece % Tile::UNITS ^ Tile::swizzle(sub)) * 16;
   }
+
+  FS_DEVICE static bool takes(uint32_t) { return true; }
 
   // Copies this warp's rows of one tile. `page` is that of this lane's row.
   FS_DEVICE void load(uint32_t dst, uint32_t barrier, int tile, int kv_head, int page) const {

@@ -1,16 +1,19 @@
-// Loads tiles of a paged cache with the copy engine: a lane per box (rows of one page, a chunk), the boxes of a tile
-// dealt to two warps. The page size is a run-time value: a multiple of 64, or 8, 16, 32.
+// Loads tiles of a paged cache with the copy engine: a lane per box (rows of one page, a chunk), two warps in turns:
+// what a tile costs a warp is longer than what a small one takes to arrive. The page size is a run-time value: a multiple of 64, or 8, 16, 32.
 #pragma once
 #include "decode_schedule.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
 
 constexpr int LOADER_WARPS = 2;       // that load K, and as many for V
-constexpr int LOADER_ARRIVALS = 2;    // on the barrier of a loaded stage
+constexpr int LOADER_TURNS = 2;       // groups of them, of which each takes every second tile
+constexpr int LOADER_ARRIVALS = 1;    // on the barrier of a loaded stage
 constexpr bool TAIL_IS_ZERO = false;  // rows past the last key are whatever the page holds
 constexpr int PAGE_IDS = 8;           // at most, in a tile
 
 using Boxes = PageBoxes<DECODE_TILE_KV>;
+
+FS_DEVICE int page_of_lane() { return threadIdx.x % 32; }  // the box of a tile whose page a lane knows, if there is one
 
 // Page ids of the tiles of a segment, 32 boxes a load, the next load always under way.
 template <class Params>
@@ -23,7 +26,7 @@ struct PageReader {
   int first_id, last_id;
   int group, ids, next_ids;     // first tile that `ids` covers
 
-  FS_DEVICE explicit PageReader(const Params& p) : p(p), page_size(p.page_size), boxes(p.page_size) {}
+  FS_DEVICE explicit PageReader(const Params& p) : p(p), page_size(p.page_size, p.page_reciprocal), boxes(p.page_size) {}
 
   FS_DEVICE int tiles_per_load() const { return 32 >> boxes.log2_count; }
 
@@ -66,24 +69,23 @@ struct TileLoader {
   const PageSize page_size;
   const Boxes boxes;
   int box, chunk;         // of this lane
-  uint32_t offset, bytes;  // of this lane's box in a tile; of this warp's boxes together
+  uint32_t offset;  // of this lane's box in a tile
 
   template <class Params>
   FS_DEVICE TileLoader(const Params& p, const TensorMap* map, const CacheView&)
-      : map(map), policy(createpolicy_evict_first()), page_size(p.page_size), boxes(p.page_size) {
-    const int warp = threadIdx.x / 32 % LOADER_WARPS, item = threadIdx.x % 32 * LOADER_WARPS + warp;
-    box = item / CHUNKS;
-    chunk = item % CHUNKS;
+      : map(map), policy(createpolicy_evict_first()), page_size(p.page_size, p.page_reciprocal), boxes(p.page_size) {
+    box = threadIdx.x % 32 / CHUNKS;
+    chunk = threadIdx.x % 32 % CHUNKS;
     offset = chunk * Tile::CHUNK_BYTES + (box << boxes.log2_rows) * Tile::ROW_BYTES;
-    const int mine = (boxes.count * CHUNKS - warp + LOADER_WARPS - 1) / LOADER_WARPS;
-    bytes = (mine << boxes.log2_rows) * Tile::ROW_BYTES;  // zeros past the head's channels count
     if (threadIdx.x % 32 == 0) prefetch_tensormap(map);
   }
+
+  FS_DEVICE static bool takes(uint32_t turn) { return turn % LOADER_TURNS == threadIdx.x / 32 % LOADER_TURNS; }
 
   // Announces and issues the loads of one tile. `page` is that of box number `lane`.
   FS_DEVICE void load(uint32_t dst, uint32_t barrier, int tile, int kv_head, int page) const {
     page = __shfl_sync(~0u, page, box);
-    if (threadIdx.x % 32 == 0) mbarrier_arrive_expect_tx(barrier, bytes);
+    if (threadIdx.x % 32 == 0) mbarrier_arrive_expect_tx(barrier, Tile::BYTES);  // zeros past the head's channels count
     __syncwarp();  // the bytes are announced before any can arrive
     if (box >= boxes.count) return;
     const int token = boxes.count == 1 ? page_size.place(tile * DECODE_TILE_KV).token : 0;

@@ -15,8 +15,8 @@ struct QueryRows {
   FS_DEVICE QueryRows(const Params& p, const Segment& s)
       : token(static_cast<int64_t>(s.request) * p.q_len_per_req),
         first(s.unit * ROWS),
-        group(static_cast<uint32_t>(p.num_qo_heads) / p.num_kv_heads),
-        reciprocal(0xffffffffu / group + 1) {
+        group(p.group_size),
+        reciprocal(p.group_reciprocal) {
     head = s.kv_head * group;
     count = min(p.q_len_per_req * static_cast<int>(group) - first, ROWS);
   }

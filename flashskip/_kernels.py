@@ -114,8 +114,11 @@ DECODE_PARAMS = ParamTable(
         ("batch_size", "int32_t"),
         ("num_qo_heads", "int32_t"),
         ("num_kv_heads", "int32_t"),
+        ("group_size", "int32_t"),  # query heads of a KV head
+        ("group_reciprocal", "uint32_t"),  # (2**32 - 1) // group_size + 1, 0 for 1
         ("q_len_per_req", "int32_t"),
         ("page_size", "int32_t"),
+        ("page_reciprocal", "uint32_t"),  # (2**32 - 1) // page_size
         ("num_pages", "int32_t"),  # of the cache: a page id outside reads as zeros
         ("num_indices", "int32_t"),
         ("window_left", "int32_t"),  # -1: unlimited
@@ -160,6 +163,7 @@ def program_for(v: Variant) -> Program:
         source=source,
         block=tile.threads,
         shared_bytes=tile.shared_bytes(v),
+        waits=v.op == "decode",
     )
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from flashskip._jit.tensor_map import tensor_map
-from flashskip._tiles import PrefillTile, tile_for
+from flashskip._tiles import PrefillTile, decode_box_bytes, tile_for
 from flashskip.variant import Variant
 
 Map = np.ndarray[Any, np.dtype[np.uint8]]
@@ -43,10 +43,16 @@ def ragged_map(t: torch.Tensor, dtype: str, box_rows: int) -> Map:
     )
 
 
-def paged_map(t: torch.Tensor, dtype: str, tile_kv: int = DECODE_TILE, fetch: int = 128) -> Map:
+def paged_map(
+    t: torch.Tensor,
+    dtype: str,
+    tile_kv: int = DECODE_TILE,
+    fetch: int = 128,
+    box_bytes: int = 128,
+) -> Map:
     """Map of a cache view ``[pages, page_size, heads, dim]`` by (column, token, head, page).
 
-    A box is what a tile of `tile_kv` keys takes from one page.
+    A box is `box_bytes` of what a tile of `tile_kv` keys takes from one page.
     """
     pages, page_size, heads, dim = t.shape
     row = dim * t.element_size()  # the stride of a dimension of one element is arbitrary
@@ -54,7 +60,6 @@ def paged_map(t: torch.Tensor, dtype: str, tile_kv: int = DECODE_TILE, fetch: in
         s * t.element_size() if n > 1 else row
         for n, s in zip(t.shape[:3], t.stride()[:3], strict=True)
     )
-    box_bytes = 64 if row <= 64 else 128  # csrc/kv_tile.cuh
     return tensor_map(
         t.data_ptr(),
         dtype,
@@ -91,5 +96,6 @@ def decode_maps(v: Variant, k: torch.Tensor, value: torch.Tensor) -> dict[str, M
     # another head's, which another CTA reads at another time.
     row = v.head_dim_qk * k.element_size()
     fetch = next((n for n in (128, 64) if row % n == 0), 0)
-    k_map, v_map = (paged_map(t, v.kv_dtype, fetch=fetch) for t in (k, value))
+    box = decode_box_bytes(row)
+    k_map, v_map = (paged_map(t, v.kv_dtype, fetch=fetch, box_bytes=box) for t in (k, value))
     return {"k_map": k_map, "v_map": v_map}

@@ -115,9 +115,9 @@ class DecodeTile:
     v_stages: int
     tiles_per_group: int
     q_stages: int = 2  # segments whose queries are loaded ahead
-    loader_registers: int = 88  # 504 together; scores of 2 x 64 keys and their maxima need most
+    loader_registers: int = 96  # 504 together; scores of 2 x 64 keys and their maxima need most
     scorer_registers: int = 224
-    weigher_registers: int = 192
+    weigher_registers: int = 184
     tile_kv: int = 64
 
     @property
@@ -136,9 +136,9 @@ class DecodeTile:
 
     @staticmethod
     def kv_bytes(v: Variant, head_dim: int) -> int:
-        """Return the shared memory of a tile of K or V: rows of 64 bytes, or of whole 128."""
+        """Return the shared memory of a tile of K or V, whose rows are padded."""
         row = head_dim * (1 if v.kv_dtype == "e4m3" else 2)
-        return DecodeTile.tile_kv * (64 if row <= 64 else _round_up(row, 128))
+        return DecodeTile.tile_kv * _round_up(row, decode_box_bytes(row))
 
     def shared_bytes(self, v: Variant) -> int:
         """Return the dynamic shared memory of a CTA; the template asserts the same number."""
@@ -146,15 +146,22 @@ class DecodeTile:
         page_ids = self.tile_kv if v.kv_path == "paged_gather" else 8
         k_tile, v_tile = (self.kv_bytes(v, dim) for dim in (v.head_dim_qk, v.head_dim_vo))
         row_values = 4 * v.rows * (3 if v.bound else 2)
-        k_stage = k_tile + 16 + 8 + 4 * page_ids  # barriers, tile source
-        v_stage = v_tile + self.tile_kv * v.rows * 2 + row_values + 24 + 12
+        k_stage = k_tile + 16 + 4 * page_ids  # barriers
+        segment = 48
+        v_stage = v_tile + self.tile_kv * v.rows * 2 + row_values + 24 + 16 + 4 * page_ids + segment
         q_row = _round_up(v.head_dim_qk, 64) * 2 + (4 if v.kv_dtype == "e4m3" else 0)
-        q = self.q_stages * (v.rows * q_row + 16 + 4) + 4
+        q = self.q_stages * (v.rows * q_row + 16 + 4 + segment) + 4
         exchange = v.rows * 32 * self.tiles_per_group
-        schedule = 8 * self.threads // 32 + 4 * 8 + 3 * 4
+        schedule = 8 * self.threads // 32 + 4 * 8 + 4 * 4
         used = self.k_stages * k_stage + self.v_stages * v_stage + q + exchange + schedule + 4
         used += 4 * v.rows if v.bound else 0  # what is omitted so far
+        used += 4  # so that barriers begin at a multiple of 8
         return 1024 + _round_up(used, 1024)  # alignment of the first tile, and of the struct's size
+
+
+def decode_box_bytes(row_bytes: int) -> int:
+    """Return the width of a chunk of a tile with such rows, as csrc/kv_tile.cuh has it."""
+    return 64 if row_bytes % 128 == 64 else 128
 
 
 def _round_up(x: int, multiple: int) -> int:
@@ -171,16 +178,15 @@ def _decode_tile(v: Variant) -> DecodeTile:
     # in half the time, and judging four at once is 4 % faster; with 16 KiB it is slower.
     group = 4 if tile_bytes <= 8192 and v.rows <= 16 else 2
     q_stages = 4 if v.rows <= 16 else 2
-    registers = (88, 224, 192)
+    registers = (96, 224, 184)
     if v.head_dim_vo == 256 and v.rows > 24:
         # The output of 256 channels takes two registers a row, and decisions take some.
-        registers = (88, 200, 216) if v.skip == "dense" else (88, 208, 208)
-    elif v.head_dim_vo == 64 and v.kv_dtype == "e4m3":
-        registers = (104, 224, 176)  # many small rows a tile to gather, few registers of keys
-    elif v.kv_dtype == "e4m3" and v.skip == "measure":
-        registers = (96, 216, 192)  # queries pass through registers of the loader
-    elif v.head_dim_vo == 64 and v.bound:
-        registers = (88, 232, 184)  # a small output leaves some to the scorer
+        registers = (88, 200, 216) if v.skip == "dense" else (96, 208, 200)
+    elif v.bound and v.head_dim_vo < 256:
+        # All that is told of a tile is wanted at once; a smaller output leaves more for it.
+        registers = (112, 240, 152) if v.head_dim_vo == 64 else (104, 240, 160)
+    elif v.kv_path == "paged_gather" or v.kv_dtype == "e4m3":
+        registers = (104, 224, 176)  # rows to gather, or queries that pass through registers
     tile = DecodeTile(k_stages, v_stages, group, q_stages, *registers)
     while tile.shared_bytes(v) > MAX_SHARED_BYTES:
         tile = replace(tile, v_stages=tile.v_stages - 1)

@@ -224,9 +224,13 @@ class BatchDecodeWrapper(BatchWrapper):
 
     def _fill(self, plan: Plan) -> None:
         super()._fill(plan)
+        group_size = plan.num_qo_heads // plan.num_kv_heads
         self._set(
             merge_counter=plan.buffers["merge_counter"].data_ptr(),
+            group_size=group_size,
+            group_reciprocal=((2**32 - 1) // group_size + 1) % 2**32,
             page_size=plan.page_size,
+            page_reciprocal=(2**32 - 1) // plan.page_size,
             q_len_per_req=plan.q_len_per_req,
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,7 +55,13 @@ class RecordingDriver:
         return [call[1:] for call in self.calls if call[0] == name]
 
 
-NO_VALUE = ("cuLaunchKernel", "cuKernelSetAttribute", "cuFuncLoad", "cuCtxPushCurrent")
+NO_VALUE = (
+    "cuLaunchKernel",
+    "cuLaunchKernelEx",
+    "cuKernelSetAttribute",
+    "cuFuncLoad",
+    "cuCtxPushCurrent",
+)
 
 
 @pytest.fixture
@@ -117,6 +124,31 @@ def test_a_launch_passes_the_record_by_address(fake: RecordingDriver) -> None:
     assert seen == [
         ("cuLibraryGetKernel result", 132, 1, 1, 96, 1, 1, 100_000, 0xABC, 0x7F0000001240, 0)
     ]
+
+
+def test_a_kernel_that_waits_is_launched_early(fake: RecordingDriver) -> None:
+    fake.CUlaunchAttributeID = SimpleNamespace(  # type: ignore[attr-defined]
+        CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION="early"
+    )
+    fake.CUlaunchAttribute = lambda: SimpleNamespace(  # type: ignore[method-assign]
+        value=SimpleNamespace()
+    )
+    fake.CUlaunchConfig = SimpleNamespace  # type: ignore[method-assign]
+    kernel = load(replace(PROGRAM, waits=True), KernelCache(None))
+    record = ctypes.c_void_p(0x7F0000001240)
+    for stream in (0xABC, 0xDEF, 0xABC):
+        kernel.launch(132, record, stream)
+    first, second, third = (call[0] for call in fake.named("cuLaunchKernelEx"))
+    assert first is third
+    assert (first.hStream, second.hStream) == (0xABC, 0xDEF)
+    assert (first.gridDimX, first.gridDimY, first.gridDimZ) == (132, 1, 1)
+    assert (first.blockDimX, first.blockDimY, first.blockDimZ) == (96, 1, 1)
+    assert (first.sharedMemBytes, first.numAttrs) == (100_000, 1)
+    assert first.attrs[0].id == "early"
+    assert first.attrs[0].value.programmaticStreamSerializationAllowed == 1
+    _, *passed = fake.named("cuLaunchKernelEx")[0]
+    assert passed == ["cuLibraryGetKernel result", ctypes.addressof(record), 0]
+    assert not fake.named("cuLaunchKernel")
 
 
 def test_a_failed_launch_says_what_was_launched(fake: RecordingDriver) -> None:

@@ -41,7 +41,8 @@ class CompileError(FlashSkipError):
 class Program:
     """One kernel to be: what the compiler sees, and what a launch needs.
 
-    `block` is the number of threads, `shared_bytes` the dynamic shared memory of a launch.
+    `block` is the number of threads, `shared_bytes` the dynamic shared memory of a launch. A kernel
+    that `waits` for those before it in its stream by itself may be started while they still run.
     """
 
     symbol: str
@@ -50,6 +51,7 @@ class Program:
     shared_bytes: int = 0
     arch: str = "sm_90a"
     options: tuple[str, ...] = OPTIONS
+    waits: bool = False
 
     @property
     def flags(self) -> tuple[str, ...]:

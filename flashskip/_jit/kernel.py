@@ -16,6 +16,7 @@ from .entry import Entry, Key
 
 _LOG = logging.getLogger("flashskip")
 _DEFAULT_SHARED_BYTES = 48 * 1024  # more must be asked for
+_MOST_STREAMS = 256  # whose launch configuration a kernel remembers
 _REPORTED = Compiled.__annotations__.keys() - {"cubin"}  # what an entry says beside the cubin
 
 
@@ -84,10 +85,13 @@ class Kernel:
         self.symbol = program.symbol
         self.block = program.block
         self.shared_bytes = program.shared_bytes
+        self.waits = program.waits
         self.compiled = compiled
         self._prepared: set[int] = set()
+        self._configurations: dict[tuple[int, int], Any] = {}
         self._lock = threading.Lock()
         self._launch = driver().cuLaunchKernel
+        self._launch_early = driver().cuLaunchKernelEx
         self._library = call(
             f"loading {self.symbol}",
             "cuLibraryLoadData",
@@ -145,12 +149,32 @@ class Kernel:
         The record is copied before this returns. The stream's device must have been prepared, and
         must be the current one where the stream is the default stream (0).
         """
-        result: Any = self._launch(
-            self._handle, grid, 1, 1, self.block, 1, 1, self.shared_bytes, stream,
-            addressof(record), 0,
-        )  # fmt: skip
+        if self.waits:
+            where = self._configurations.get((grid, stream)) or self._configure(grid, stream)
+            result: Any = self._launch_early(where, self._handle, addressof(record), 0)
+        else:
+            result = self._launch(
+                self._handle, grid, 1, 1, self.block, 1, 1, self.shared_bytes, stream,
+                addressof(record), 0,
+            )  # fmt: skip
         if result[0]:
             self._fail(result[0], grid)
+
+    def _configure(self, grid: int, stream: int) -> Any:
+        """Return, and remember, what launches on a stream before its other kernels are done."""
+        module = driver()
+        early = module.CUlaunchAttribute()
+        early.id = module.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        early.value.programmaticStreamSerializationAllowed = 1
+        where = module.CUlaunchConfig()
+        where.gridDimX, where.gridDimY, where.gridDimZ = grid, 1, 1
+        where.blockDimX, where.blockDimY, where.blockDimZ = self.block, 1, 1
+        where.sharedMemBytes, where.hStream = self.shared_bytes, stream
+        where.attrs, where.numAttrs = [early], 1
+        if len(self._configurations) >= _MOST_STREAMS:  # of a process that makes new ones all along
+            self._configurations.clear()
+        self._configurations[grid, stream] = where
+        return where
 
     def _fail(self, error: Any, grid: int) -> None:
         module = driver()
