@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CSRC = ROOT / "csrc"
-DECODE = ROOT / "templates" / "decode_sm90.cu.jinja"
+DECODE_TEMPLATES = sorted((ROOT / "templates").glob("decode_*.jinja"))
 API_ERROR = re.compile(r"Program hit (\S+) .* on CUDA API call to (\w+)")
 PLACE = re.compile(r"\b(Write|Read) access at .*? in (\S+?):(\d+)(?=\s|$)")
 SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) errors?$")
@@ -115,15 +115,29 @@ def is_the_mailbox(finding: str) -> bool:
 # and that the same lines read, are not reported. The same holds for what all lanes have read, one
 # announces as free, and another warp then overwrites.
 HANDED_ON = (
-    # a loader of K to the loaders of V: page ids of a tile
+    # a loader of K to the scorer: page ids of a tile
     (
-        ("source.page_ids[id] = page;",),
-        ("page = source.page_ids[id % PAGE_IDS];",),
+        ("shared.k_page_ids[ring.stage][page_of_lane()] = page;",),
+        ("page_ids[j] = shared.k_page_ids[own_stage]",),
     ),
-    # the weigher back to the scorer: all lanes have read what the tile of a free stage was
+    # the scorer to the loaders of V: page ids; they and the weigher back: all lanes have read what
+    # a free stage was for
     (
-        ("shared.kept[wanted.stage] = tile;",),
-        ("const KeptTile tile = shared.kept[ring.stage];",),
+        (
+            "kept.page_ids[lane + 32 * j] = page_ids[j];",
+            "kept.tile = tile;",
+            "kept.kv_head = segment.kv_head;",
+            "kept.keys = segment.keys_in(tile);",
+            "shared.kept[to.stage].tile = request;",
+            "shared.ended[to.stage] = shared.segment[q_ring.stage];",
+        ),
+        (
+            "const int tile = kept.tile, kv_head = kept.kv_head,",
+            "if (kept.tile == ALL_DONE) return;",
+            "if (kept.tile == SEGMENT_ENDS) {",
+            "else if (kept.keys < TILE_KV) zero_tail(",
+            "finish(p, shared, shared.ended[ring.stage],",
+        ),
     ),
     # the scorer to the weigher: factors of columns; at the end maxima, sums and what is omitted
     (
@@ -132,9 +146,9 @@ HANDED_ON = (
     ),
     (
         (
-            "shared.columns[to.stage][MAXIMUM][column_of(c)] = state.m[c];",
-            "shared.columns[to.stage][SUM][column_of(c)] = sum_of_warps(exchange, c);",
-            "omitted_log2[column_of(c)] = log2_of_mass(",
+            "shared.columns[to][MAXIMUM][column_of(c)] = state.m[c];",
+            "shared.columns[to][SUM][column_of(c)] = sum_of_warps(exchange, c);",
+            "omitted_log2[column_of(c)] = log2_of_mass(omitted",
         ),
         (
             "const float m = values[MAXIMUM][row];",
