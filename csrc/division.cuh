@@ -17,6 +17,23 @@ struct Span {
   }
 };
 
+// Tokens and keys of a request.
+struct Lengths {
+  int qo, kv;
+
+  // Few tokens on a long cache.
+  template <class Params>
+  FS_DEVICE bool are_short(const Params& p) const {
+    return qo > 0 && qo <= p.short_qo_len && kv >= LONG_KV_RATIO * qo;
+  }
+
+  // Keys that the rows see together, at most.
+  template <class Params>
+  FS_DEVICE int seen(const Params& p) const {
+    return p.window_left < 0 ? kv : min(kv, p.window_left + qo);
+  }
+};
+
 // How a request's rows fall into units and items.
 struct Division {
   bool is_short;        // few tokens on a long cache: judged against seeds, and may be cut over the keys

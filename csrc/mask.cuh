@@ -4,7 +4,7 @@
 
 // What some rows see of their request: keys are counted from the request's first one. A row's diagonal is the last key
 // that the causal limit lets it see; a window lets it see `window_left` keys before.
-struct Visibility {
+struct alignas(16) Visibility {
   int first_some, end_some;  // a row sees key k only if first_some <= k < end_some
   int first_all, end_all;    // and every row does if first_all <= k < end_all
 };

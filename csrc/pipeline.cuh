@@ -3,6 +3,14 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
 
+// One arrival of the whole warp.
+FS_DEVICE void release(uint64_t& barrier) {
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&barrier));
+}
+
+// One of each lane: it has written or read what the others have not.
+FS_DEVICE void release_by_lanes(uint64_t& barrier) { mbarrier_arrive(shared_address(&barrier)); }
+
 // Two barriers a stage: one side arrives at `loaded` when it has filled it, the other at `released` when it is done.
 template <int STAGES>
 struct RingBarriers {

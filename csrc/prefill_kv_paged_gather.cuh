@@ -1,5 +1,4 @@
-// Where prefill finds K and V: pages of any size, row by row: two warps, each copies half of a tile's rows in pieces of
-// 16 bytes.
+// Where prefill finds K and V: pages of any size, row by row: the warps share a tile's rows, in pieces of 16 bytes.
 #pragma once
 #include "page_table.cuh"
 #include "prefill_schedule.cuh"
@@ -7,16 +6,20 @@
 #include "ptx/tma.cuh"
 #include "swizzle.cuh"
 
-constexpr int LOADER_WARPS = 2;
+constexpr int LOADER_WARPS = 3;
 constexpr int LOADER_ARRIVALS = 32 * LOADER_WARPS;  // on the barrier of a loaded stage
 constexpr bool GATHERS = true;                      // K and V are written by ordinary threads
 constexpr bool TAIL_IS_ZERO = true;                 // rows past the request's last key
 
+// Groups of rows are dealt to the warps in turn. The eight lanes that copy the same row of each group know the pages
+// of eight such rows, a lane each.
 template <class Params, int TILE_KV>
 struct KvLoader {
-  static constexpr int ROWS = TILE_KV / LOADER_WARPS;  // of a warp
-  static constexpr int OWN = ROWS / 32;                // rows of a lane, 32 apart: whose pages it knows
-  static constexpr int AT_ONCE = 4;                    // rows that a warp copies together: 8 lanes take a chunk's row
+  static constexpr int AT_ONCE = 4;                    // rows of a group, which a warp copies together
+  static constexpr int GROUPS = TILE_KV / AT_ONCE;
+  static constexpr int OF_WARP = (GROUPS + LOADER_WARPS - 1) / LOADER_WARPS;  // at most
+  static constexpr int OWN = (OF_WARP + 7) / 8;        // rows of which a lane knows the page
+  static constexpr int SHUFFLED = 4;                   // groups whose addresses are in registers at a time
   const Params& p;
   int kv_head;                     // of the work item
   int page[OWN], next_page[OWN];  // of the tile that is loaded, and of the one after it
@@ -37,8 +40,13 @@ struct KvLoader {
     return {p.v_cache, p.v_stride_page, p.v_stride_token, p.v_stride_head};
   }
 
-  FS_DEVICE static int first_row() { return threadIdx.x / 32 % LOADER_WARPS * ROWS; }
-  FS_DEVICE static int own_row(int i) { return first_row() + 32 * i + threadIdx.x % 32; }
+  FS_DEVICE static int warp() { return threadIdx.x / 32 % LOADER_WARPS; }
+  FS_DEVICE static int sub() { return threadIdx.x % 32 / 8; }  // the lane's row of a group
+
+  // The lane's own one among those of groups 8 i to 8 i + 7 of the warp. It may lie past the tile: nobody asks then.
+  FS_DEVICE static int own_row(int i) {
+    return ((8 * i + threadIdx.x % 8) * LOADER_WARPS + warp()) * AT_ONCE + sub();
+  }
 
   FS_DEVICE void fetch(const WorkItem& work, int tile) {
 #pragma unroll
@@ -59,31 +67,50 @@ struct KvLoader {
     fetch(work, next_tile);
   }
 
-  template <int HEAD_DIM, class Wait>
+  // Addresses of several rows are shuffled before the first one is copied: one after the other would wait for each.
+  template <int COLUMNS, int FIRST_COLUMN, class Wait>
   FS_DEVICE void load(const WorkItem&, const CacheView& cache, int tile, const void* stage, uint64_t& loaded,
                       const Wait& until_released) const {
     const uint64_t policy = createpolicy_evict_last();
-    const int piece = threadIdx.x % 8, sub = threadIdx.x % 32 / 8;  // of this lane: 16 bytes of a chunk's row
+    const int piece = threadIdx.x % 8;  // of this lane: 16 bytes of a chunk's row
+    const int first = warp() * AT_ONCE + sub();
+    // Through a shuffle, or ptxas 13.0 adds the uniform part in the copy itself and encodes the policy in an odd
+    // register: an illegal instruction (tests/test_compile.py looks for it).
+    const uint32_t lane_offset = first * CHUNK_ROW_BYTES + (piece ^ first % 8) * 16;
+    const uint32_t to = __shfl_sync(~0u, shared_address(stage) + lane_offset, threadIdx.x % 32);
     until_released();
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
       const uint32_t token = page_size().place(tile * TILE_KV + own_row(i)).token;
       const int64_t offset = page[i] * cache.stride_page + token * cache.stride_token + kv_head * cache.stride_head;
-      const uint64_t mine = reinterpret_cast<uint64_t>(cache.base) + (page[i] == NO_PAGE ? 0 : 2 * offset);
-      const uint32_t valid = __ballot_sync(~0u, page[i] != NO_PAGE);
-      const uint32_t rows = shared_address(stage) + (first_row() + 32 * i + sub) * CHUNK_ROW_BYTES;
-#pragma unroll 2
-      for (int first = 0; first < 32; first += AT_ONCE) {
-        const uint64_t row = __shfl_sync(~0u, mine, first + sub) + piece * 16;
-        const uint32_t to = rows + first * CHUNK_ROW_BYTES + (piece ^ (first + sub) % 8) * 16;
+      const int64_t from_base = page[i] == NO_PAGE ? 0 : 2 * (offset + FIRST_COLUMN);
+      const uint64_t mine = reinterpret_cast<uint64_t>(cache.base) + from_base;
+      const uint32_t valid = __ballot_sync(~0u, page[i] != NO_PAGE) >> 8 * sub();
 #pragma unroll
-        for (int chunk = 0; chunk < num_chunks(HEAD_DIM); chunk++) {
-          if (chunk * CHUNK_COLUMNS + piece * 8 >= HEAD_DIM) continue;  // a half empty chunk
-          cp_async_16(to + chunk * TILE_KV * CHUNK_ROW_BYTES,
-                      reinterpret_cast<const void*>(row + chunk * CHUNK_ROW_BYTES), valid >> (first + sub) & 1, policy);
+      for (int begin = 0; begin < 8; begin += SHUFFLED) {
+        uint64_t row[SHUFFLED];
+#pragma unroll
+        for (int j = 0; j < SHUFFLED; j++) row[j] = __shfl_sync(~0u, mine, begin + j, 8) + piece * 16;
+#pragma unroll
+        for (int j = 0; j < SHUFFLED; j++) {
+          const int group = (8 * i + begin + j) * LOADER_WARPS, above = group * AT_ONCE;  // the warp's first one
+          if (group >= GROUPS || (group + LOADER_WARPS > GROUPS && group + warp() >= GROUPS)) continue;
+          copy_row<COLUMNS>((to ^ above % 8 * 16) + above * CHUNK_ROW_BYTES, row[j],
+                             (valid & 1u << (begin + j)) != 0, policy);
         }
       }
     }
     cp_async_mbarrier_arrive_noinc(shared_address(&loaded));
+  }
+
+  // This lane's pieces, one of each chunk.
+  template <int COLUMNS>
+  FS_DEVICE static void copy_row(uint32_t to, uint64_t row, bool valid, uint64_t policy) {
+#pragma unroll
+    for (int chunk = 0; chunk < num_chunks(COLUMNS); chunk++) {
+      if (chunk * CHUNK_COLUMNS + threadIdx.x % 8 * 8 >= COLUMNS) continue;  // a half empty chunk
+      cp_async_16(to + chunk * TILE_KV * CHUNK_ROW_BYTES, reinterpret_cast<const void*>(row + chunk * CHUNK_ROW_BYTES),
+                  valid, policy);
+    }
   }
 };

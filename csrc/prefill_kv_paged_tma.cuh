@@ -47,10 +47,10 @@ struct KvLoader {
   }
 
   // Boxes and chunks are dealt to the warps in turn.
-  template <int HEAD_DIM, class Wait>
+  template <int COLUMNS, int FIRST_COLUMN, class Wait>
   FS_DEVICE void load(const WorkItem&, const TensorMap* map, int tile, const void* stage, uint64_t& loaded,
                       const Wait& until_released) const {
-    constexpr int CHUNKS = num_chunks(HEAD_DIM);
+    constexpr int CHUNKS = num_chunks(COLUMNS);
     static_assert(TILE_KV / 8 * CHUNKS <= 32 * LOADER_WARPS, "a lane has one box at most");
     const PageBoxes<TILE_KV> boxes = this->boxes();
     const int warp = threadIdx.x / 32 % LOADER_WARPS, item = threadIdx.x % 32 * LOADER_WARPS + warp;
@@ -66,6 +66,7 @@ struct KvLoader {
     }
     __syncwarp();  // the bytes are announced before any can arrive
     if (box >= boxes.count) return;
-    tma_load_4d(to, map, shared_address(&loaded), policy, chunk * CHUNK_COLUMNS, token, kv_head, page_of_box);
+    tma_load_4d(to, map, shared_address(&loaded), policy, FIRST_COLUMN + chunk * CHUNK_COLUMNS, token, kv_head,
+                page_of_box);
   }
 };

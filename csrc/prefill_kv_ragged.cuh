@@ -10,7 +10,7 @@ constexpr bool TAIL_IS_ZERO = true;  // rows past the request's last key
 
 template <class Params, int TILE_KV>
 struct KvLoader {
-  int kv_head;  // of the work item
+  int kv_head, kv_len, end_kv;  // of the work item; read once, as every tile's loads wait for them
 
   FS_DEVICE explicit KvLoader(const Params&) {}
 
@@ -18,17 +18,21 @@ struct KvLoader {
   FS_DEVICE static const TensorMap* k_of(const Params& p) { return &p.k_map; }
   FS_DEVICE static const TensorMap* v_of(const Params& p) { return &p.v_map; }
 
-  FS_DEVICE void begin(const WorkItem& work, int) { kv_head = work.kv_head; }
+  FS_DEVICE void begin(const WorkItem& work, int) {
+    kv_head = uniform(work.kv_head);
+    kv_len = uniform(work.kv_len);
+    end_kv = uniform(work.first_kv) + kv_len;
+  }
 
   FS_DEVICE void advance(const WorkItem&, int) {}
 
-  template <int HEAD_DIM, class Wait>
-  FS_DEVICE void load(const WorkItem& work, const TensorMap* map, int tile, const void* stage, uint64_t& loaded,
+  template <int COLUMNS, int FIRST_COLUMN, class Wait>
+  FS_DEVICE void load(const WorkItem&, const TensorMap* map, int tile, const void* stage, uint64_t& loaded,
                       const Wait& until_released) const {
     until_released();
     if (threadIdx.x % 32 != 0) return;
-    mbarrier_arrive_expect_tx(shared_address(&loaded), tile_bytes(TILE_KV, HEAD_DIM));
-    load_rows<HEAD_DIM>(stage, map, loaded, createpolicy_evict_last(), TILE_KV, tile * TILE_KV - work.kv_len, kv_head,
-                        work.first_kv + work.kv_len);
+    mbarrier_arrive_expect_tx(shared_address(&loaded), tile_bytes(TILE_KV, COLUMNS));
+    load_rows<COLUMNS, FIRST_COLUMN>(stage, map, loaded, createpolicy_evict_last(), TILE_KV,
+                                     tile * TILE_KV - kv_len, kv_head, end_kv);
   }
 };

@@ -18,8 +18,8 @@ constexpr int PIECES_PER_CTA = 2;  // at most: what the workspace holds
 // The items from `cut.whole_items` on are cut into pieces, so that they fill the last waves of CTAs. Neither way of
 // cutting changes a decision:
 //   over the keys    items of short requests, which are judged against seeds, if at all; pieces are merged
-//   over the units   without a causal limit and short requests, where all items of a request cost the same: units
-//                    vote alone, in the same order
+//   over the units   without a causal limit, where all items of a request cost the same: units vote alone, in the same
+//                    order
 // `Keys::keys_of` finds a request's keys; `SHORTS`: whether the kernel treats short requests as such.
 template <class Keys, int UNITS, int TILE_KV, bool CAUSAL, bool SHORTS, int KV_HEAD_BYTES>
 struct Scheduler {
@@ -28,6 +28,7 @@ struct Scheduler {
   static constexpr int MOST_WAVES = 8;       // of whole items: with more, the last one hardly matters
   static constexpr int MOST_PIECES = 32;     // of an item: one warpgroup merges them
   static constexpr int LEAST_TILES = 16;     // of a piece
+  static constexpr int NONE = -(1 << 30);    // below every diagonal
 
   uint32_t claimed = blockIdx.x;  // in lane 0: this CTA's next turn; the first one needs no counter
   uint32_t first_item = 0;        // number of items before `request`
@@ -44,10 +45,11 @@ struct Scheduler {
     float tiles = 0.f;
 #pragma unroll 1
     for (int i = threadIdx.x % 32; i < p.batch_size; i += 32) {
-      const Division d = division_of(p, i);
+      const Lengths lengths = {qo_len_of(p, i), kv_len_of(p, i)};  // loaded together: the launch waits for it
+      const Division d(p, lengths.qo, SHORTS && lengths.are_short(p), UNITS);
       items += d.items();
       if (!SHORTS) continue;
-      const uint32_t count = Keys::keys_of(p, i).length / TILE_KV;
+      const uint32_t count = lengths.seen(p) / TILE_KV;
       if (d.is_short) longest = max(longest, count);
       tiles += static_cast<float>(d.items()) * count;
     }
@@ -98,7 +100,7 @@ struct Scheduler {
   // Writes the claimed item; its request is NO_REQUEST when no work is left. What belongs to the request is only
   // written if the slot held an item of another one: then the result is true, and threshold and `seeded` are missing.
   template <class Params>
-  FS_DEVICE bool next(const Params& p, WorkItem& work) {
+  FS_DEVICE bool next(const Params& p, WorkItem& work, int window_left) {
     const uint32_t item = __shfl_sync(~0u, claimed, 0);
     if (item >= end_item && !find_request(p, item)) {
       work.request = NO_REQUEST;
@@ -110,7 +112,7 @@ struct Scheduler {
     __syncwarp();
     describe_piece(p, item, work);
     __syncwarp();
-    describe_units(p, work);
+    describe_units(p, work, window_left);
     return is_new;
   }
 
@@ -127,9 +129,11 @@ struct Scheduler {
       const int candidate = request + threadIdx.x % 32;
       uint32_t whole = 0, pieces = 1;
       if (candidate < p.batch_size) {
-        const Division d = division_of(p, candidate);
+        Lengths lengths = {qo_len_of(p, candidate), 0};
+        if (SHORTS && lengths.qo <= p.short_qo_len) lengths.kv = kv_len_of(p, candidate);
+        const Division d(p, lengths.qo, SHORTS && lengths.are_short(p), UNITS);
         whole = d.items();
-        pieces = num_pieces(d.is_short, d.is_short ? Keys::keys_of(p, candidate).length : 0);
+        pieces = num_pieces(d.is_short, lengths.seen(p));
       }
       const uint32_t end_whole = first_whole + sum_up_to_lane(whole);
       uint32_t end = end_whole, items = whole;
@@ -153,15 +157,13 @@ struct Scheduler {
   }
 
   template <class Params>
-  FS_DEVICE static bool is_short(const Params& p, int request, int qo_len) {
-    return SHORTS && qo_len > 0 && qo_len <= p.short_qo_len &&
-           Keys::keys_of(p, request).length >= LONG_KV_RATIO * qo_len;
+  FS_DEVICE static int qo_len_of(const Params& p, int request) {
+    return Span(p.qo_indptr, request, p.nnz_qo).length;
   }
 
   template <class Params>
-  FS_DEVICE static Division division_of(const Params& p, int request) {
-    const int qo_len = Span(p.qo_indptr, request, p.nnz_qo).length;
-    return Division(p, qo_len, is_short(p, request, qo_len), UNITS);
+  FS_DEVICE static int kv_len_of(const Params& p, int request) {
+    return Keys::keys_of(p, request).length;
   }
 
   // Of a request's `whole` items, the first one of which has number `first`: how many are not cut.
@@ -169,10 +171,10 @@ struct Scheduler {
     return min(cut.whole_items - min(cut.whole_items, first), whole);
   }
 
-  // Into how many pieces the others are cut.
-  FS_DEVICE uint32_t num_pieces(bool is_short, int kv_len) const {
-    if (!SHORTS || !is_short) return CAUSAL ? 1 : cut.unit_pieces;
-    return max(min(cut.key_pieces, kv_len / (TILE_KV * LEAST_TILES)), 1u);
+  // Into how many pieces the others are cut, by the keys that the request's rows see together, at most.
+  FS_DEVICE uint32_t num_pieces(bool is_short, int seen) const {
+    if (SHORTS && is_short && cut.key_pieces > 1) return max(min(cut.key_pieces, seen / (TILE_KV * LEAST_TILES)), 1u);
+    return CAUSAL ? 1 : cut.unit_pieces;
   }
 
   // Over the warp: up to this lane, and over all.
@@ -201,8 +203,8 @@ struct Scheduler {
     const Span kv = Keys::keys_of(p, request);
     work.first_kv = kv.first;
     work.kv_len = kv.length;
-    work.is_short = is_short(p, request, qo.length);
-    work.row_heads = qo.length < PACKED_QO_LEN ? p.group_size : 1;
+    work.is_short = SHORTS && Lengths{qo.length, kv.length}.are_short(p);
+    work.row_heads = Division(p, work.qo_len, work.is_short, UNITS).row_heads;
     if (work.row_heads > 1) work.reciprocal = 0xffffffffu / work.row_heads + 1;
   }
 
@@ -213,13 +215,13 @@ struct Scheduler {
     const uint32_t uncut = num_whole(first_whole, d.items());
     uint32_t index = item - first_item, piece = 0, pieces = 1;
     if (index >= uncut) {
-      pieces = num_pieces(work.is_short, work.kv_len);
+      pieces = num_pieces(work.is_short, Lengths{work.qo_len, work.kv_len}.seen(p));
       piece = (index - uncut) % pieces;
       index = uncut + (index - uncut) / pieces;
     }
     work.piece = piece;
     work.pieces = pieces;
-    work.key_pieces = work.is_short ? pieces : 1;
+    work.key_pieces = work.is_short && cut.key_pieces > 1 ? pieces : 1;
     work.slot = item - piece - cut.whole_items;
 
     const uint32_t fitting = L2_BYTES / KV_HEAD_BYTES / max(work.kv_len, 1);  // KV heads
@@ -238,15 +240,22 @@ struct Scheduler {
     work.kv_head = d.heads() == p.group_size ? sequence : sequence / p.group_size;
   }
 
+  // A lane for each unit. What they see and in which order is worked out here, where nobody waits for it.
   template <class Params>
-  FS_DEVICE static void describe_units(const Params& p, WorkItem& work) {
+  FS_DEVICE static void describe_units(const Params& p, WorkItem& work, int window_left) {
     const int unit = threadIdx.x % 32;
-    if (unit < MOST_UNITS) work.units[unit] = rows_of_unit(p, work, unit);
-    __syncwarp();
-    Diagonals rows = work.units[0].diagonals;  // units ascend, and those without rows are the last ones
-#pragma unroll
-    for (int i = 1; i < UNITS; i++) rows.last = max(rows.last, work.units[i].diagonals.last);
-    work.rows = rows;
+    int first = NONE, last = NONE - 1;  // diagonals of its rows
+    if (unit < UNITS) {
+      UnitRows rows = rows_of_unit(p, work, unit);
+      if (rows.count > 0) first = work.diagonal_of(rows.first), last = work.diagonal_of(rows.first + rows.count - 1);
+      rows.keys = visibility_of<CAUSAL>(first, last, work.kv_len, window_left);
+      work.units[unit] = rows;
+    }
+    first = __shfl_sync(~0u, first, 0);  // units ascend, and those without rows are the last ones
+    last = __reduce_max_sync(~0u, last);
+    const Visibility keys = visibility_of<CAUSAL>(first, last, work.kv_len, window_left);
+    work.keys = keys;
+    work.order = TileOrder::of<TILE_KV>(keys, work.kv_len, work.piece, work.key_pieces);
   }
 
   // Units of a short request are spread evenly over its blocks; others fill a block before the next.
@@ -258,16 +267,16 @@ struct Scheduler {
     if (work.is_short) {
       first = block * d.units / d.blocks;
       end = (block + 1) * d.units / d.blocks;
-    } else if (!CAUSAL) {
+    }
+    if (!CAUSAL && work.key_pieces == 1) {
       end = min(first + (work.piece + 1) * UNITS / work.pieces, end);
       first += work.piece * UNITS / work.pieces;
     }
     const uint32_t unit = first + index;
-    constexpr int NONE = -1 << 31;
-    if (unit >= end) return {0, 0, 0, {NONE + 1, NONE}};
+    if (unit >= end) return {0, 0, 0};
     const uint32_t number = d.unit_heads == 1 ? unit : unit / d.unit_heads;  // of the head's
     const int row = number * 64, count = min(work.qo_len * d.row_heads - row, 64);
     const int head = work.head + unit - number * d.unit_heads;
-    return {head, row, count, {work.diagonal_of(row), work.diagonal_of(row + count - 1)}};
+    return {head, row, count};
   }
 };

@@ -39,17 +39,20 @@ FS_DEVICE void maximum_in_row(float (&t)[2]) {
 }
 
 // Takes tile maxima `t` into `rows`. `shift` becomes what exponents subtract (0 for a row without keys so far),
-// `rescale` the factor that keeps earlier sums and outputs comparable.
-FS_DEVICE void raise_maximum(RowPair& rows, const float (&t)[2], float scale_log2, float (&shift)[2],
+// `rescale` the factor that keeps earlier sums and outputs comparable. True where a maximum has moved, or is NaN.
+FS_DEVICE bool raise_maximum(RowPair& rows, const float (&t)[2], float scale_log2, float (&shift)[2],
                              float (&rescale)[2]) {
+  const bool moved = !(t[0] <= rows.m[0] && t[1] <= rows.m[1]);
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const float m = max_nan(rows.m[r], t[r]);
     shift[r] = m == -INF ? 0.f : m * scale_log2;
-    rescale[r] = ex2(rows.m[r] * scale_log2 - shift[r]);
+    // Two roundings, as in the shifts before and after: exactly 1 where the maximum stays.
+    rescale[r] = ex2(__fmul_rn(rows.m[r], scale_log2) - shift[r]);
     rows.m[r] = m;
     rows.l[r] *= rescale[r];
   }
+  return moved;
 }
 
 // Score registers [FIRST, FIRST + COUNT) to probabilities, summed into l in fp32 and rounded into wgmma's A operand,
@@ -67,14 +70,15 @@ FS_DEVICE void exponentiate(const float (&s)[N], RowPair& rows, const float (&sh
   }
 }
 
-// Multiplies the output's rows; most tiles move no maximum, so the whole warp usually has nothing to do.
+// Multiplies the output's rows where a maximum of the warp `moved`; most tiles move none. True where it did.
 // The sums `l` are never negative: asking makes the compiler add up here what was exponentiated, instead of keeping
 // all unrounded probabilities in registers until later.
 template <int N>
-FS_DEVICE void rescale_output(float (&o)[N], const float (&rescale)[2], const float (&l)[2]) {
-  if (!__any_sync(~0u, rescale[0] != 1.f || rescale[1] != 1.f || l[0] + l[1] < 0.f)) return;
+FS_DEVICE bool rescale_output(float (&o)[N], bool moved, const float (&rescale)[2], const float (&l)[2]) {
+  if (!__any_sync(~0u, moved || l[0] + l[1] < 0.f)) return false;
 #pragma unroll
   for (int i = 0; i < N; i++) o[i] *= rescale[row_of(i)];
+  return true;
 }
 
 // Adds up the four parts of each row's sum.

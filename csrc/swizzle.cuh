@@ -21,8 +21,32 @@ FS_DEVICE uint64_t matrix_descriptor(uint32_t address, uint32_t leading_bytes, u
          static_cast<uint64_t>(stride_bytes >> 4) << 32 | static_cast<uint64_t>(swizzle) << 62;
 }
 
-// Moves a descriptor's start by `bytes` (a multiple of 16).
-FS_DEVICE uint64_t advance_descriptor(uint64_t descriptor, uint32_t bytes) { return descriptor + (bytes >> 4); }
+// Moves a descriptor's start by `bytes` (a multiple of 16). In PTX: of an addition in C++ the compiler makes an OR of a
+// half and a copy of the other one where it knows the bits.
+FS_DEVICE uint64_t advance_descriptor(uint64_t descriptor, uint32_t bytes) {
+  uint64_t moved;
+  asm("add.s64 %0, %1, %2;" : "=l"(moved) : "l"(descriptor), "l"(static_cast<int64_t>(bytes >> 4)));
+  return moved;
+}
+
+// A matrix descriptor that is moved by constants. A compiler that knows its upper half may put that together anew for
+// each slice, with two or three instructions: HIDDEN adds `blockIdx.y` to it, which is 0.
+template <bool HIDDEN>
+struct SlicedOperand {
+  uint64_t first;
+
+  FS_DEVICE explicit SlicedOperand(uint64_t descriptor) : first(descriptor) {
+    if (HIDDEN) first += static_cast<uint64_t>(blockIdx.y) << 32;
+  }
+
+  FS_DEVICE uint64_t at(uint32_t bytes) const {
+    if (!HIDDEN) return advance_descriptor(first, bytes);
+    const uint32_t low = static_cast<uint32_t>(first) + (bytes >> 4), high = static_cast<uint32_t>(first >> 32);
+    uint64_t descriptor;
+    asm("mov.b64 %0, {%1, %2};" : "=l"(descriptor) : "r"(low), "r"(high));
+    return descriptor;
+  }
+};
 
 // Bytes from a K-major tile's start to its k-th slice of 16 columns.
 FS_DEVICE constexpr uint32_t k_slice_bytes(int k, int rows) {

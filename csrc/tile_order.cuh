@@ -5,26 +5,29 @@
 enum class Order { DIAGONAL_SINK_DESCENDING, DESCENDING, ASCENDING };
 
 // The load tiles that some row of a block sees, in visiting order, and which steps of it belong to one piece.
-template <Order ORDER, int TILE_KV>
 struct TileOrder {
   int first;   // lowest tile
   int before;  // one above the highest tile
   int cut;     // how many, the highest ones, the causal limit of the block's first row cuts
   int begin, end;  // steps
 
-  FS_DEVICE TileOrder(const Visibility& keys, int kv_len, int piece, int pieces) {
-    first = keys.first_some / TILE_KV;
-    const int count = keys.end_some > keys.first_some ? (keys.end_some + TILE_KV - 1) / TILE_KV - first : 0;
-    before = first + count;
-    cut = keys.end_all < kv_len ? min(before - keys.end_all / TILE_KV, count) : 0;
-    begin = 0;
-    end = count;
+  template <int TILE_KV>
+  FS_DEVICE static TileOrder of(const Visibility& keys, int kv_len, int piece, int pieces) {
+    TileOrder order;
+    order.first = keys.first_some / TILE_KV;
+    const int count = keys.end_some > keys.first_some ? (keys.end_some + TILE_KV - 1) / TILE_KV - order.first : 0;
+    order.before = order.first + count;
+    order.cut = keys.end_all < kv_len ? min(order.before - keys.end_all / TILE_KV, count) : 0;
+    order.begin = 0;
+    order.end = count;
     if (pieces > 1) {
-      begin = count * piece / pieces;
-      end = count * (piece + 1) / pieces;
+      order.begin = count * piece / pieces;
+      order.end = count * (piece + 1) / pieces;
     }
+    return order;
   }
 
+  template <Order ORDER>
   FS_DEVICE int tile(int step) const {
     if (ORDER == Order::ASCENDING) return first + step;
     const int descending = before - 1 - step;

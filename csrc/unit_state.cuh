@@ -46,7 +46,8 @@ FS_DEVICE void merge_pieces(const UnitState<O_REGISTERS>* state, int pieces, int
 #pragma unroll 1
   for (int piece = 0; piece < pieces; piece++) {
     const float4 added = rows_of(piece);
-    const float weight[2] = {ex2(fmaf(added.x, scale_log2, -shift[0])), ex2(fmaf(added.y, scale_log2, -shift[1]))};
+    const float weight[2] = {ex2(__fmul_rn(added.x, scale_log2) - shift[0]),
+                             ex2(__fmul_rn(added.y, scale_log2) - shift[1])};
     rows.l[0] = fmaf(weight[0], added.z, rows.l[0]), rows.l[1] = fmaf(weight[1], added.w, rows.l[1]);
     omitted += ld_global_cg(&state[piece * stride].omitted[thread]);
 #pragma unroll

@@ -5,6 +5,7 @@
 #include "ptx/shared.cuh"
 #include "skip.cuh"
 #include "softmax.cuh"
+#include "work_item.cuh"
 
 // Words of a warpgroup, used in turn. No warp may be this many turns ahead of another one.
 constexpr int BALLOT_BOXES = 4;
@@ -15,12 +16,11 @@ struct Needs {
   bool tile[VOTES];
 
   // Each thread tests the part of its two rows that it holds: a row spares a tile iff its four parts do. All vote
-  // tiles are judged against the same references: maxima from before the load tile, or seeds. NaN needs its tile.
-  FS_DEVICE Needs(const float (&t)[VOTES][2], const float (&reference)[2], float threshold) {
-    const float bound[2] = {spares_below(reference[0], threshold), spares_below(reference[1], threshold)};
+  // tiles are judged alike, by what is below the maxima from before the load tile, or seeds. NaN needs its tile.
+  FS_DEVICE Needs(const float (&t)[VOTES][2], const float (&below)[2]) {
 #pragma unroll
     for (int i = 0; i < VOTES; i++) {
-      tile[i] = __any_sync(~0u, !(t[i][0] < bound[0] && t[i][1] < bound[1]));
+      tile[i] = __any_sync(~0u, !(t[i][0] < below[0] && t[i][1] < below[1]));
     }
   }
 
@@ -34,17 +34,25 @@ struct Needs {
   FS_DEVICE uint32_t ballot() const { return tile[0] + (VOTES == 2 && tile[VOTES - 1] ? 2 : 0); }
 };
 
+// A warp's place at the ballot boxes of its warpgroup, which begin at `boxes`.
+struct Voter {
+  uint32_t boxes, own;  // own: the warp's byte of the first box
+  uint32_t turn = 0;    // 4 times the number of votes so far
+
+  FS_DEVICE explicit Voter(uint32_t boxes) : boxes(uniform(boxes)), own(uniform(boxes + threadIdx.x / 32 % 4)) {}
+};
+
 // Bit i: vote tile i is kept, because a warp needs it. The same in all warps, and the compiler knows it.
-// `boxes` is the warpgroup's array of ballot boxes; `turn` counts its votes, from 1 on.
 template <int VOTES>
-FS_DEVICE uint32_t vote(uint32_t boxes, uint32_t turn, const Needs<VOTES>& needs) {
+FS_DEVICE uint32_t vote(Voter& voter, const Needs<VOTES>& needs) {
   static_assert(VOTES <= 2, "a ballot has two bits for the votes and six for the turn");
-  const uint32_t box = boxes + turn % BALLOT_BOXES * 4, stamp = turn % 64 * 4;
-  if (threadIdx.x % 32 == 0) st_shared_volatile_u8(box + threadIdx.x / 32 % 4, stamp | needs.ballot());
+  voter.turn += 4;
+  const uint32_t place = voter.turn % (4 * BALLOT_BOXES), stamp = voter.turn % 256;
+  if (threadIdx.x % 32 == 0) st_shared_volatile_u8(voter.own + place, stamp | needs.ballot());
   if (needs.everything()) return (1 << VOTES) - 1;
   uint32_t ballots;
   do {
-    ballots = ld_shared_volatile(box) ^ stamp * 0x01010101u;  // the stamp of an earlier turn leaves a high bit
+    ballots = ld_shared_volatile(voter.boxes + place) ^ stamp * 0x01010101u;  // an earlier turn's leaves a high bit
   } while (__any_sync(~0u, ballots & 0xFCFCFCFCu));
   ballots |= ballots >> 16;
   ballots |= ballots >> 8;

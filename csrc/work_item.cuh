@@ -1,19 +1,15 @@
 // What a CTA of prefill does at a time: units of rows that share K and V, as the scheduling warp posts them.
 #pragma once
 #include "mask.cuh"
+#include "tile_order.cuh"
 
 constexpr int MOST_UNITS = 3;  // of a CTA
 constexpr int NO_REQUEST = -1;
 
-// Of the first and the last of some rows; none where `last` is before `first`.
-struct Diagonals {
-  int first, last;
-};
-
 // Rows [first, first + count) of a sequence of rows whose first head is `head`.
 struct UnitRows {
   int head, first, count;
-  Diagonals diagonals;
+  Visibility keys;
 };
 
 // A request's rows are cut into units of 64 in one of three ways:
@@ -32,10 +28,11 @@ struct WorkItem {
   int is_short;         // few tokens on a long cache: may be cut over the keys
   int seeded;           // judged against seeds
   float threshold;      // log2 lambda in raw score units; -INF where nothing may be skipped
-  int piece, pieces;    // of the keys if the request is short, else of the block's units
-  int key_pieces;       // of the keys
+  int piece, pieces;    // of the block's keys or units
+  int key_pieces;       // of its keys
   int slot;             // of the first piece: where their states meet
-  Diagonals rows;       // of all units
+  TileOrder order;      // of the item's tiles
+  Visibility keys;      // of all units
   UnitRows units[MOST_UNITS];
 
   FS_DEVICE int token_of(int row) const { return row_heads == 1 ? row : __umulhi(row, reciprocal); }
@@ -43,11 +40,17 @@ struct WorkItem {
   FS_DEVICE int diagonal_of(int row) const { return token_of(row) + kv_len - qo_len; }
 };
 
-// The same in all threads of a warp, and the compiler knows it.
+// The same in all threads of a warp, and the compiler knows it. Called by whole warps.
 FS_DEVICE int uniform(int value) { return __shfl_sync(~0u, value, 0); }
 
-// What rows with these diagonals see. Called by whole warps.
-template <bool CAUSAL>
-FS_DEVICE Visibility keys_of_rows(const WorkItem& work, const Diagonals& diagonals, int window_left) {
-  return visibility_of<CAUSAL>(uniform(diagonals.first), uniform(diagonals.last), uniform(work.kv_len), window_left);
+FS_DEVICE Visibility uniform(const Visibility& keys) {
+  return {uniform(keys.first_some), uniform(keys.end_some), uniform(keys.first_all), uniform(keys.end_all)};
+}
+
+// Without a window nothing is hidden on the left, and the compiler should know it.
+template <bool WINDOW>
+FS_DEVICE TileOrder order_of(const WorkItem& work) {
+  const TileOrder& order = work.order;
+  return {WINDOW ? uniform(order.first) : 0, uniform(order.before), uniform(order.cut), uniform(order.begin),
+          uniform(order.end)};
 }

@@ -66,6 +66,7 @@ class PrefillTile:
     unit_rows: int = UNIT_ROWS
     pv_head_keys: int = 64  # their P.V runs under the exponentials of the tile's other keys
     pieces_per_cta: int = 2  # of short requests cut over their keys, at most
+    k_parts: int = 1  # of the columns of a tile of K, a stage each
 
     @property
     def tile_q(self) -> int:
@@ -98,13 +99,14 @@ class PrefillTile:
         """Return the dynamic shared memory of a CTA; the template asserts the same number."""
         qk, vo = _round_up(v.head_dim_qk, CHUNK), _round_up(v.head_dim_vo, CHUNK)
         q = self.tile_q * qk * 2
-        kv = self.tile_kv * 2 * (self.k_stages * qk + self.v_stages * vo)
-        work = 2 * 136 + 12
+        kv = self.tile_kv * 2 * (self.k_stages * qk // self.k_parts + self.v_stages * vo)
+        work = 2 * 208 + 12
         seeds = 4 * self.tile_q if v.skip in ("threshold", "measure") else 0
         is_last = 4 * self.consumer_warpgroups if v.skip != "budget" else 0
         ballots = 16 * self.consumer_warpgroups
         barriers = 1 + 2 * (2 + self.consumer_warpgroups + self.k_stages + self.v_stages)
-        return q + kv + _round_up(work + seeds + is_last + ballots, 8) + 8 * barriers
+        rest = _round_up(work + seeds + is_last + ballots, 8) + 8 * barriers
+        return q + kv + _round_up(rest, 16)
 
 
 @dataclass(frozen=True)
@@ -234,5 +236,8 @@ def prefill_tile(head_dim_qk: int, head_dim_vo: int) -> PrefillTile:
 def tile_for(v: Variant) -> PrefillTile | DecodeTile:
     """Return the tile of `v`."""
     if v.op == "prefill":
-        return prefill_tile(v.head_dim_qk, v.head_dim_vo)
+        tile = prefill_tile(v.head_dim_qk, v.head_dim_vo)
+        # Where tiles are skipped, a lone stage of K is waited for. In halves three fit.
+        skips = v.skip in ("threshold", "budget")
+        return replace(tile, k_parts=2, k_stages=3) if tile.k_stages == 1 and skips else tile
     return _decode_tile(v)

@@ -47,18 +47,33 @@ def _nvdisasm():
 
 
 @pytest.fixture(scope="module")
-def sass(compiled, tmp_path_factory):
-    """Instruction names of each kernel."""
+def listings(compiled, tmp_path_factory):
+    """Disassembly of each kernel."""
     tool = _nvdisasm()
     assert tool is not None, "install nvidia-cuda-nvdisasm (extra `test`)"
     folder = tmp_path_factory.mktemp("sass")
-    listings = {}
+    texts = {}
     for v, c in compiled.items():
         path = folder / f"{v.symbol}.cubin"
         path.write_bytes(c.cubin)
-        text = subprocess.run([tool, "-c", path], capture_output=True, text=True, check=True).stdout
-        listings[v] = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z0-9_.]+)", text)
-    return listings
+        done = subprocess.run([tool, "-c", path], capture_output=True, text=True, check=True)
+        texts[v] = done.stdout
+    return texts
+
+
+@pytest.fixture(scope="module")
+def sass(listings):
+    """Instruction names of each kernel."""
+    name = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z0-9_.]+)")
+    return {v: name.findall(text) for v, text in listings.items()}
+
+
+def test_no_access_has_its_descriptor_in_an_odd_register(listings):
+    """ptxas 13.0 writes such copies for some sums of addresses: illegal instructions on the GPU."""
+    for v, text in listings.items():
+        descriptors = re.findall(r"\bdesc\[UR(\d+)\]", text)
+        assert descriptors, v.symbol
+        assert not [d for d in descriptors if int(d) % 2], v.symbol
 
 
 def test_the_instructions_that_make_them_fast_are_there(sass):

@@ -325,6 +325,7 @@ def test_bound() -> None:
         *_, bound = wrapper.run(batch.q, batch.k, batch.v, return_lse=True)
         exact = oracle(wrapper, batch, [LAMBDA] * len(lengths[0]))
         test_bound_gpu.assert_bound(bound, exact, oracle(wrapper, batch, None), 0.5)
+        assert merges(wrapper, batch) or len(lengths[0]) > 1
         again = wrapper.run(batch.q, batch.k, batch.v, return_lse=True)
         assert torch.equal(bound, again[2])
 
@@ -494,6 +495,55 @@ def test_long_caches(lengths: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
         torch.testing.assert_close(alone[1], lse[qo], rtol=0, atol=1e-5)
     dense, zero = attend(batch, causal=True), plan(batch, skip_softmax_threshold=0.0, **STATS)
     assert all(torch.equal(a, b) for a, b in zip(run(zero, batch), dense, strict=True))
+
+
+CUT = {**ALL, "logits_soft_cap": 20.0, **BOUND, "skip_softmax_threshold": 0.1}
+
+
+@pytest.mark.variants(lambda head_dim, causal: [variant(head_dim, **CUT | {"causal": causal})])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("head_dim", [64, (192, 128), 256], ids=str)
+@pytest.mark.parametrize("window_left", [9_000, 30_000])
+def test_packed_and_shared_rows_cut_with_everything(
+    window_left: int, head_dim: HeadDim, causal: bool
+) -> None:
+    batch = make_loud((16, 300), (20_000, 24_000), 4, 2, head_dim)
+    sinks = torch.tensor([-3.0, 2.0, 0.0, 5.0], device=DEVICE)
+    options = CUT | {"causal": causal, "window_left": window_left, "sinks": sinks}
+    wrapper = plan(batch, **options)
+    out, lse, bound = wrapper.run(batch.q, batch.k, batch.v, return_lse=True)
+    exact = oracle(wrapper, batch, [CUT["skip_softmax_threshold"]] * 2)
+    assert_matches(batch, out, lse, exact)
+    assert_counts(wrapper, exact)
+    test_bound_gpu.assert_bound(bound, exact, oracle(wrapper, batch, None), 0.5)
+    assert merges(wrapper, batch)
+
+
+@pytest.mark.variants([variant(causal=False)])
+def test_short_requests_without_a_limit_are_cut_over_units_or_keys() -> None:
+    """Short caches leave the last wave to units, long ones to pieces of their keys."""
+    for kv_len, cut_over_keys in ((3000, False), (30_000, True)):
+        batch = make_loud((300, 370), (kv_len, kv_len), 8, 2)
+        check(batch, causal=False)
+        assert merges(plan(batch, causal=False), batch) == cut_over_keys
+
+
+@pytest.mark.variants([variant(causal=True)])
+def test_pieces_fill_the_workspace_and_nothing_more() -> None:
+    """88 items of three full units each, cut into three: two pieces for each of 132 CTAs."""
+    ctas = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+    if ctas != 132:
+        pytest.skip(f"the batch fills the workspace of 132 CTAs; this GPU has {ctas}")
+    batch = make_loud((384,), (40_000,), 44, 11)
+    wrapper = plan(batch, causal=True)
+    expected = run(wrapper, batch)
+    size, states = wrapper.workspace_bytes, 2 * ctas * 3
+    memory = torch.full((size + 4096,), 255, dtype=torch.uint8, device=DEVICE)
+    small = flashskip.BatchPrefillWrapper(memory[:size])
+    small.plan(batch.qo_indptr, batch.kv_indptr, 44, 11, 128, q_data_type=BF16, causal=True)
+    assert all(torch.equal(a, b) for a, b in zip(run(small, batch), expected, strict=True))
+    assert (memory[:size].view(states, -1) != 255).any(1).all()
+    assert (memory[size:] == 255).all()
 
 
 @pytest.mark.variants(kernels(128, BF16))
