@@ -88,7 +88,7 @@ struct TileLoader {
     swizzled = (piece % Tile::UNITS ^ Tile::swizzle(sub)) * 16;
   }
 
-  FS_DEVICE static bool takes(uint32_t) { return true; }
+  FS_DEVICE static bool takes(int) { return true; }
 
   // Copies this warp's rows of one tile. `page` is that of this lane's row.
   FS_DEVICE void load(uint32_t dst, uint32_t barrier, int tile, int kv_head, int page) const {

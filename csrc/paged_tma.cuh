@@ -1,12 +1,13 @@
 // Loads tiles of a paged cache with the copy engine: a lane per box (rows of one page, a chunk), two warps in turns:
-// what a tile costs a warp is longer than what a small one takes to arrive. The page size is a run-time value: a multiple of 64, or 8, 16, 32.
+// what a tile costs a warp is longer than what a small one takes to arrive. The page size is a run-time value: a
+// multiple of 64, or 8, 16, 32.
 #pragma once
 #include "decode_schedule.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
 
 constexpr int LOADER_WARPS = 2;       // that load K, and as many for V
-constexpr int LOADER_TURNS = 2;       // groups of them, of which each takes every second tile
+constexpr int LOADER_TURNS = 2;       // groups of them, of which each fills every second stage
 constexpr int LOADER_ARRIVALS = 1;    // on the barrier of a loaded stage
 constexpr bool TAIL_IS_ZERO = false;  // rows past the last key are whatever the page holds
 constexpr int PAGE_IDS = 8;           // at most, in a tile
@@ -80,7 +81,9 @@ struct TileLoader {
     if (threadIdx.x % 32 == 0) prefetch_tensormap(map);
   }
 
-  FS_DEVICE static bool takes(uint32_t turn) { return turn % LOADER_TURNS == threadIdx.x / 32 % LOADER_TURNS; }
+  // A stage stays with its warp, in rings of odd length too: who waits for each second fill of a stage cannot tell by
+  // the parity whether the one between has begun.
+  FS_DEVICE static bool takes(int stage) { return stage % LOADER_TURNS == threadIdx.x / 32 % LOADER_TURNS; }
 
   // Announces and issues the loads of one tile. `page` is that of box number `lane`.
   FS_DEVICE void load(uint32_t dst, uint32_t barrier, int tile, int kv_head, int page) const {
