@@ -137,6 +137,12 @@ HANDED_ON = (
             "if (kept.tile == SEGMENT_ENDS) {",
             "else if (kept.keys < TILE_KV) zero_tail(",
             "finish(p, shared, shared.ended[ring.stage],",
+            # of which it reads a segment in these lines of headers
+            "token(static_cast<int64_t>(s.request) * p.q_len_per_req),",
+            "first(s.unit * ROWS),",
+            "head = s.kv_head * group;",
+            ": first(schedule.owner_of(s.offset)),",
+            "bool is_whole() const {",
         ),
     ),
     # the scorer to the weigher: factors of columns; at the end maxima, sums and what is omitted
@@ -167,9 +173,13 @@ def is_handed_on(finding: str, sources: Callable[[str], str]) -> bool:
     """
 
     def is_known(sides: tuple[tuple[str, ...], ...], kind: str, name: str, line: int) -> bool:
-        if not name.startswith("flashskip_decode_"):
+        if name.startswith("flashskip_decode_"):
+            source = sources(Path(name).stem)
+        elif (CSRC / name).is_file() and kind == "Read":
+            source = (CSRC / name).read_text()
+        else:
             return False
-        text = sources(Path(name).stem).splitlines()[line - 1]
+        text = source.splitlines()[line - 1]
         return any(known in text for known in sides[kind == "Read"])
 
     return any(_is_race_of(finding, partial(is_known, sides)) for sides in HANDED_ON)

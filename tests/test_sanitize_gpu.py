@@ -18,6 +18,7 @@ import pytest
 import sanitize_target
 import torch
 from sanitizer_report import (
+    CSRC,
     DECODE_TEMPLATES,
     HANDED_ON,
     Report,
@@ -273,13 +274,19 @@ def test_only_the_mailbox_is_excused() -> None:
 
 def test_only_words_that_are_handed_on_are_excused() -> None:
     symbol = next(v.symbol for v in every() if v.op == "decode" and v.bound)
-    lines = source_of(symbol).splitlines()
+    headers = {path.name: path.read_text() for path in CSRC.rglob("*.cuh")}
+    compiled = {f"{symbol}.cu": source_of(symbol), **headers}
 
     def place(kind: str, text: str) -> str:
-        (number,) = (n for n, line in enumerate(lines, 1) if text in line)
-        return f"{kind} {symbol}.cu:{number}"
+        ((name, number),) = (
+            (name, n)
+            for name, source in compiled.items()
+            for n, line in enumerate(source.splitlines(), 1)
+            if text in line
+        )
+        return f"{kind} {name}:{number}"
 
-    template = "".join(path.read_text() for path in DECODE_TEMPLATES)
+    template = "".join(path.read_text() for path in DECODE_TEMPLATES) + "".join(headers.values())
     for i, (written, read) in enumerate(HANDED_ON):
         assert all(template.count(text) == 1 for text in (*written, *read))
         others = [text for j, sides in enumerate(HANDED_ON) if j != i for text in sides[1]]
