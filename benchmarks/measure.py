@@ -105,7 +105,7 @@ class Measurement:
 
     def measure_kernels(self) -> None:
         """Measure how long each kernel takes to load from the disk cache."""
-        if self.cold:
+        if self.cold and self.clock.device.type == "cuda":
             for variant in first_plan_seconds:
                 hit = host.cache_hit_ms(variant)
                 self.results["kernels"].setdefault(variant.symbol, {})["cache_hit_ms"] = hit

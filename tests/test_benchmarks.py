@@ -2,9 +2,11 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +24,8 @@ from benchmarks.peers.probe import skipped_share
 from benchmarks.timing import Clock, Timing, interleave, speedup
 from flashskip import reference
 from flashskip.geometry import Geometry
+
+ROOT = Path(__file__).resolve().parents[1]
 from flashskip.variant import supported
 
 CPU = torch.device("cpu")
@@ -232,12 +236,27 @@ def test_ratio_is_taken_within_rounds():
     assert slow_then_fast.quartiles_ms == (1.5, 3.0)
 
 
-def test_calls_are_interleaved():
+def test_each_round_calls_all_in_an_order_of_its_own():
     order = []
-    calls = {name: lambda name=name: order.append(name) for name in "ab"}
+    calls = {name: lambda name=name: order.append(name) for name in "abcd"}
     timings = interleave(calls, Clock(CPU))
-    rounds = len(timings["a"].rounds_ms)
-    assert order == ["a", "b"] * (1 + rounds)  # an estimate of each first
+    assert order[:4] == [*"abcd"]  # an estimate of each
+    rounds = [order[i : i + 4] for i in range(4, len(order), 4)]
+    assert len(rounds) == len(timings["a"].rounds_ms) > 1
+    assert all(sorted(r) == [*"abcd"] for r in rounds)
+    assert len({tuple(r) for r in rounds}) == len(rounds)
+
+
+def test_the_documented_command_runs_without_a_gpu(tmp_path):
+    path = tmp_path / "tiny.json"
+    command = ["-m", "benchmarks", "run", "--group", "tiny", "--device", "cpu", "--out", path]
+    environment = {**os.environ, "FLASHSKIP_CACHE_DIR": str(tmp_path / "cache")}
+    subprocess.run(
+        [sys.executable, *command, "--time-budget", "5"], cwd=ROOT, env=environment, check=True
+    )
+    results = json.loads(path.read_text())
+    assert not results["died"]
+    assert "kernels" in results["done"]
 
 
 def contestants(case, data):
