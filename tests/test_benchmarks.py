@@ -24,9 +24,9 @@ from benchmarks.peers.probe import skipped_share
 from benchmarks.timing import Clock, Timing, interleave, speedup
 from flashskip import reference
 from flashskip.geometry import Geometry
+from flashskip.variant import supported
 
 ROOT = Path(__file__).resolve().parents[1]
-from flashskip.variant import supported
 
 CPU = torch.device("cpu")
 
