@@ -6,6 +6,7 @@ import itertools
 import pytest
 
 from flashskip import _kernels
+from flashskip._tiles import tile_for
 from flashskip.variant import DOMAINS, Variant, alternatives, every, fault, matrix, supported
 
 
@@ -80,3 +81,12 @@ def test_a_fault_names_the_field_and_its_alternatives():
     assert alternatives(v, "head_dim_qk") == list(DOMAINS[v.op]["head_dim_qk"])
     v = dataclasses.replace(matrix()[0], bound=True)
     assert fault(v) == "bound"
+
+
+def test_rings_of_decode_have_stages_for_all_loaders():
+    """Two warps own every second stage, and in a row at a ring's end there may be two of one."""
+    for v in every():
+        if v.op == "decode":
+            tile = tile_for(v)
+            assert min(tile.k_stages, tile.v_stages) >= 2, v.symbol
+            assert tile.v_stages >= 2 + tile.v_stages % 2, v.symbol

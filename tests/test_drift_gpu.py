@@ -1,0 +1,169 @@
+"""Kernels whose warps are held up here and there: who is late must not change a bit.
+
+A barrier that is looked at by the wrong parity passes as long as all warps keep step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import paged
+import prefill_gpu
+import pytest
+import test_prefill_paged_gpu
+import torch
+from helpers import make_ragged
+from paged import make_paged, to_pages
+
+from flashskip import _env, _kernels
+from flashskip._jit.compile import Program, compile_cubin
+from flashskip._jit.kernel import fetch, load
+from flashskip._jit.render import Source
+from flashskip.variant import Variant
+
+LAMBDA = paged.LAMBDA
+STATS: dict[str, Any] = {"skip_softmax_threshold": LAMBDA, "collect_stats": True}
+WARPS = (0, 1)  # of four
+
+# What a warp is late for, by the code that it is held up before.
+DECODE = {
+    "filling a stage of K": "mbarrier_wait(at(shared.k_released[ring.stage]), ring.parity ^ 1);",
+    "filling a stage of V": "const KeptTile& kept = shared.kept[ring.stage];\n    const int tile",
+    "announcing a segment": "const int stage = ring.stage;\n  mbarrier_wait(at(shared.q_released",
+    "giving K back": "if (lane < count) mbarrier_arrive(at(shared.k_released",
+    "asking for V": "KeptTile& kept = shared.kept[to.stage];",
+    "handing P on": "fence_proxy_async_shared();  // P before the wgmma that reads it",
+    "giving V back": "if (threadIdx.x % 32 == 0) mbarrier_arrive(at(shared.v_released[ring.",
+}
+PREFILL = {
+    "claiming an item": "scheduler.claim(p);",
+    "filling a stage": "loader.template load<COLUMNS, FIRST_COLUMN>(",
+    "multiplying": "wait_for_k(shared, k);\n      if (first_key",
+    "voting": "if (threadIdx.x % 32 == 0) st_shared_volatile_u8(voter.own",
+    "giving V back": "release(shared.v_ring.released[v.stage]);\n    }",
+}
+
+# Options of the kernels; rings of V: of three stages twice, of six.
+DECODES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
+    "wide": (4, 256, 64, {}),
+    "wide skipping": (4, 256, 64, STATS),
+    "many rows": (64, 128, 16, STATS),
+    "128": (4, 128, 16, {}),
+    "128 skipping": (4, 128, 16, STATS),
+    "rows of pages": (4, 128, 3, STATS),
+}
+PREFILLS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "wide": (256, 0, STATS),
+    "128": (128, 0, STATS),
+    "pages": (128, 16, STATS),
+    "rows of pages": (128, 3, STATS),
+}
+
+
+def late(program: Program, before: str, warp: int) -> Program:
+    """Let one warp of four sleep before `before`, which stands in one place of all sources."""
+    texts = [program.source.text, *(text for _, text in program.source.headers)]
+    assert sum(text.count(before) for text in texts) == 1, before
+    sleeping = f"if (threadIdx.x / 32 % 4 == {warp}) __nanosleep(3000);\n{before}"
+    text, *headers = (text.replace(before, sleeping) for text in texts)
+    names = [name for name, _ in program.source.headers]
+    source = Source(text, tuple(zip(names, headers, strict=True)))
+    return dataclasses.replace(program, source=source)
+
+
+def decode_variant(case: str) -> Variant:
+    group_size, head_dim, page_size, options = DECODES[case]
+    return paged.variant(group_size, head_dim, page_size, **options)
+
+
+def prefill_variant(case: str) -> Variant:
+    head_dim, page_size, options = PREFILLS[case]
+    return prefill_gpu.variant(head_dim, page_size=page_size, causal=True, **options)
+
+
+def programs() -> Iterator[Program]:
+    """All of them."""
+    for case in DECODES:
+        for before in DECODE.values():
+            yield from (late(_kernels.program_for(decode_variant(case)), before, w) for w in WARPS)
+    for case in PREFILLS:
+        for before in PREFILL.values():
+            yield from (late(_kernels.program_for(prefill_variant(case)), before, w) for w in WARPS)
+
+
+@pytest.fixture(scope="module")
+def built() -> None:
+    """Compile them side by side."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda program: fetch(program, _env.kernel_cache()), programs()))
+
+
+def run_late(wrapper: Any, run: Any, before: str, warp: int) -> Any:
+    """Run with the plan's kernel held up."""
+    plan = wrapper._planned()
+    usual = plan.kernel
+    plan.kernel = load(late(_kernels.program_for(plan.variant), before, warp), _env.kernel_cache())
+    plan.kernel.prepare(plan.device.index)
+    try:
+        return run()
+    finally:
+        plan.kernel = usual
+
+
+def assert_unmoved(wrapper: Any, run: Any, place: str, before: str) -> None:
+    """Outputs, LSE and counters are those of the kernel that nobody holds up."""
+    counts = wrapper._planned().options.collect_stats
+    answers = []
+    for held_up in (None, *WARPS):
+        if counts:
+            wrapper.reset_stats()
+        answer = run() if held_up is None else run_late(wrapper, run, before, held_up)
+        answers.append((*answer, *([wrapper.stats.clone()] if counts else [])))
+    for answer in answers[1:]:
+        assert all(map(torch.equal, answer, answers[0])), place
+    if counts:
+        assert answers[0][-1][..., 0].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.variants(lambda case: [decode_variant(case)])
+@pytest.mark.parametrize("case", DECODES)
+@pytest.mark.usefixtures("built")
+def test_decode(case: str) -> None:
+    group_size, head_dim, page_size, options = DECODES[case]
+    lengths = (4096, 0, 1, 64, 700, 130, 2048, 65) * 8
+    batch = make_paged(lengths, 2 * group_size, 2, head_dim, page_size)
+    wrapper = paged.plan(batch, **options)
+    for place, before in DECODE.items():
+        assert_unmoved(wrapper, lambda: paged.run(wrapper, batch), place, before)
+
+
+@pytest.mark.gpu
+@pytest.mark.variants(lambda case: [prefill_variant(case)])
+@pytest.mark.parametrize("case", PREFILLS)
+@pytest.mark.usefixtures("built")
+def test_prefill(case: str) -> None:
+    head_dim, page_size, options = PREFILLS[case]
+    lengths = (700, 1, 300, 64, 16, 500, 0, 130), (700, 40, 900, 3000, 9000, 5000, 77, 130)
+    batch = make_ragged(*lengths, 4, 2, head_dim, hot=0.3)
+    if page_size:
+        pages = to_pages(batch, page_size)
+        wrapper = test_prefill_paged_gpu.plan_pages(batch, pages, causal=True, **options)
+        run = lambda: test_prefill_paged_gpu.run_pages(wrapper, batch, pages)  # noqa: E731
+    else:
+        wrapper = prefill_gpu.plan(batch, causal=True, **options)
+        run = lambda: prefill_gpu.run(wrapper, batch)  # noqa: E731
+    for place, before in PREFILL.items():
+        assert_unmoved(wrapper, run, place, before)
+
+
+def test_each_kernel_is_held_up_in_one_place_and_compiles() -> None:
+    """On any machine: two of them are compiled, for each the text must stand where it is said."""
+    every = list(programs())
+    assert len({program.content for program in every}) == len(every)
+    for program in (every[0], every[-1]):
+        assert compile_cubin(program).registers > 0
