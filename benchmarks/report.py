@@ -17,8 +17,9 @@ _CAPTIONS = {
 
 
 def write_tables(all_results: Iterable[Results], page: Path) -> None:
-    """Replace what stands between the page's two marks."""
-    tables = "\n".join(section(results) for results in all_results)
+    """Replace what stands between the page's two marks, the newest group first."""
+    newest = sorted(all_results, key=lambda results: results["date"], reverse=True)
+    tables = "\n".join(section(results) for results in newest)
     fill(page, {"tables": tables.removesuffix("\n")})
 
 

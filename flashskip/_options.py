@@ -13,7 +13,9 @@ import torch
 
 from flashskip.geometry import ORDERS
 
-DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "e4m3"}
+FP8 = torch.float8_e4m3fn
+DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", FP8: "e4m3"}
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # the last one on the CPU
 OVERFLOWS = ("dense", "clamp")
 CRITERIA = ("threshold", "budget", "measure")
 SMALLEST, LARGEST = 1e-15, 1e15  # of numbers: kernels hold them, and their quotients, in fp32
@@ -169,10 +171,11 @@ class PlanOptions:
                 f"{name} is {value!r}; expected a torch.dtype such as torch.bfloat16. Pass the "
                 f"dtype itself."
             )
-        if not value.is_floating_point:
+        if value not in DTYPES and not (name == "kv_data_type" and value == FP8):
             raise refusal(
                 f"{name} is {value}",
-                "a floating dtype such as torch.bfloat16",
+                "torch.bfloat16, torch.float16 or, on the CPU, torch.float32"
+                + (" (decode: also torch.float8_e4m3fn)" if name == "kv_data_type" else ""),
                 "Convert the tensors",
             )
 
@@ -198,6 +201,12 @@ class PlanOptions:
 
     def _check_combinations(self) -> None:
         """Refuse what would have no effect: nothing is accepted and ignored."""
+        if self.kv_dtype not in (self.q_data_type, FP8):
+            raise refusal(
+                f"kv_data_type is {self.kv_dtype} and q_data_type is {self.q_data_type}",
+                "the same for both (decode: also torch.float8_e4m3fn for K and V)",
+                "Convert K and V",
+            )
         given = self.threshold is not None
         if (
             self.skip_softmax_threshold is not None

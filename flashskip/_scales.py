@@ -9,9 +9,7 @@ import torch
 
 from flashskip._checks import check_vector
 from flashskip._cpu import Ragged
-from flashskip._options import refusal
-
-FP8 = torch.float8_e4m3fn
+from flashskip._options import FP8, refusal
 
 
 class Scales(NamedTuple):

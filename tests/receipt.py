@@ -145,10 +145,12 @@ def _result(receipt: dict[str, Any]) -> str:
 def _circumstances(receipt: dict[str, Any]) -> str:
     machine, versions = receipt["machine"], receipt["versions"]
     gpus = machine.get("gpus", 1)
+    is_present = receipt["source_digest"] == source_digest()
     return (
         f"{f'{gpus} x ' if gpus > 1 else ''}{machine['gpu']}, driver {machine['driver']}, "
         f"torch {versions['torch']}, NVRTC {versions['nvidia-cuda-nvrtc']}; "
         f"{receipt['seconds']:.0f} s on {receipt['date'][:10]}"
+        f"{'' if is_present else ', of older sources'}"
     )
 
 

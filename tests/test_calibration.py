@@ -359,6 +359,19 @@ def test_one_text_at_a_time_is_measured():
 
 
 @pytest.mark.llm
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--target", "1.5"], "1.5 is no share; expected a number between 0 and 1"),
+        (["--phases", "prefill,foo"], "'foo' is no phase; expected prefill and decode"),
+    ],
+)
+def test_arguments_are_checked_before_a_model_is_loaded(given, said, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(given)
+    assert said in capsys.readouterr().err
+
+
 def test_command(tmp_path, monkeypatch, capsys):
     model = tiny_llama()
     for layer in model.model.layers:

