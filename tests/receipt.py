@@ -118,13 +118,15 @@ _FIGURES = re.compile(r"(<!-- receipts: begin -->\n).*(<!-- receipts: end -->)",
 def figures() -> str:
     """A table of all receipts, each with the command that makes it anew."""
     lines = ["| Command | Result | Machine, time |", "|---|---|---|"]
+    present = source_digest()
     for marker in RECEIPTS:
         receipt = read(marker)
         command = f"`pytest -m {marker}`"
         if receipt is None:
             lines.append(f"| {command} | not run yet | |")
             continue
-        lines.append(f"| {command} | {_result(receipt)} | {_circumstances(receipt)} |")
+        older = "" if receipt["source_digest"] == present else ", of older sources"
+        lines.append(f"| {command} | {_result(receipt)} | {_circumstances(receipt)}{older} |")
     return "\n".join(lines) + "\n"
 
 
@@ -145,12 +147,10 @@ def _result(receipt: dict[str, Any]) -> str:
 def _circumstances(receipt: dict[str, Any]) -> str:
     machine, versions = receipt["machine"], receipt["versions"]
     gpus = machine.get("gpus", 1)
-    is_present = receipt["source_digest"] == source_digest()
     return (
         f"{f'{gpus} x ' if gpus > 1 else ''}{machine['gpu']}, driver {machine['driver']}, "
         f"torch {versions['torch']}, NVRTC {versions['nvidia-cuda-nvrtc']}; "
         f"{receipt['seconds']:.0f} s on {receipt['date'][:10]}"
-        f"{'' if is_present else ', of older sources'}"
     )
 
 

@@ -358,7 +358,6 @@ def test_one_text_at_a_time_is_measured():
         next(measure(model, [("x", torch.zeros(1, 8, dtype=torch.int64))], decode_steps=0))
 
 
-@pytest.mark.llm
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -372,6 +371,7 @@ def test_arguments_are_checked_before_a_model_is_loaded(given, said, capsys):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.llm
 def test_command(tmp_path, monkeypatch, capsys):
     model = tiny_llama()
     for layer in model.model.layers:

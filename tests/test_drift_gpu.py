@@ -6,9 +6,9 @@ A barrier that is looked at by the wrong parity passes as long as all warps keep
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import paged
@@ -20,8 +20,9 @@ from helpers import make_ragged
 from paged import make_paged, to_pages
 
 from flashskip import _env, _kernels
+from flashskip._jit.build import build
 from flashskip._jit.compile import Program, compile_cubin
-from flashskip._jit.kernel import fetch, load
+from flashskip._jit.kernel import load
 from flashskip._jit.render import Source
 from flashskip.variant import Variant
 
@@ -87,19 +88,18 @@ def prefill_variant(case: str) -> Variant:
 
 def programs() -> Iterator[Program]:
     """All of them."""
-    for case in DECODES:
-        for before in DECODE.values():
-            yield from (late(_kernels.program_for(decode_variant(case)), before, w) for w in WARPS)
-    for case in PREFILLS:
-        for before in PREFILL.values():
-            yield from (late(_kernels.program_for(prefill_variant(case)), before, w) for w in WARPS)
+    decode, prefill = map(decode_variant, DECODES), map(prefill_variant, PREFILLS)
+    for variants, places in ((decode, DECODE), (prefill, PREFILL)):
+        for v, before, warp in itertools.product(variants, places.values(), WARPS):
+            yield late(_kernels.program_for(v), before, warp)
 
 
 @pytest.fixture(scope="module")
 def built() -> None:
     """Compile them side by side."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda program: fetch(program, _env.kernel_cache()), programs()))
+    directory = _env.cache_dir()
+    if directory is not None:
+        build(list(programs()), directory, jobs=os.cpu_count() or 1)
 
 
 def run_late(wrapper: Any, run: Any, before: str, warp: int) -> Any:

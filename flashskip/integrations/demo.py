@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashskip._arguments import device
+from flashskip._arguments import add_device
 from flashskip.integrations.transformers import FlashSkipAttention, cache_argument, register
 from flashskip.policy import SkipSoftmaxConfig
 
@@ -92,8 +92,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="flashskip demo", description=__doc__)
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", type=device, default=default, help="cuda or cpu")
+    add_device(parser)
     parser.add_argument(
         "--model",
         type=Path,
