@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import machine, pages
+from benchmarks.contestant import Prepared
 from benchmarks.data import THRESHOLD, make_data
 from benchmarks.groups import GROUPS
 from benchmarks.peers.flashskip import prepare
@@ -73,17 +74,24 @@ TARGETS = (
     *(Target("decode-64x16384-page64-fp8", *kernel) for kernel in ((0.0, False), (0.75, True))),
     *(Target(case, 0.0, skips) for case in (_8K, _32K, f"{_8K}-d64") for skips in (False, True)),
     *(Target(f"{_8K}-{shape}", 0.0, False) for shape in ("d256", "d192/128", "page1")),
+    *(Target("prefill-1x32768-full", 0.0, skips) for skips in (False, True)),
+    *(Target("prefill-chunk-512-on-131072", 0.0, skips) for skips in (False, True)),
+    *(Target("prefill-mix16-causal", 0.0, skips) for skips in (False, True)),
 )
+
+
+def prepare_target(target: Target) -> Prepared:
+    """Make a target's data and plan its kernel."""
+    case = {case.name: case for group in GROUPS.values() for case in group}[target.case]
+    data = make_data(case, target.share, torch.device("cuda", 0))
+    options = {"skip_softmax_threshold": THRESHOLD} if target.skips else {}
+    return prepare(case, data, **options)
 
 
 def launch(targets: Iterable[Target]) -> None:
     """Launch each target's kernel once."""
-    cases = {case.name: case for group in GROUPS.values() for case in group}
     for target in targets:
-        case = cases[target.case]
-        data = make_data(case, target.share, torch.device("cuda", 0))
-        options = {"skip_softmax_threshold": THRESHOLD} if target.skips else {}
-        prepare(case, data, **options).run()
+        prepare_target(target).run()
         torch.cuda.synchronize()
 
 

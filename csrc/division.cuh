@@ -53,6 +53,10 @@ struct Division {
     blocks = (units + units_of_block - 1) / units_of_block;
   }
 
+  template <class Params>
+  FS_DEVICE Division(const Params& p, const Lengths& lengths, bool shorts, int units_of_block)
+      : Division(p, lengths.qo, shorts && lengths.are_short(p), units_of_block) {}
+
   FS_DEVICE uint32_t items() const { return sequences * blocks; }
   FS_DEVICE uint32_t heads() const { return row_heads * unit_heads; }  // of a sequence
 };

@@ -46,7 +46,7 @@ struct Scheduler {
 #pragma unroll 1
     for (int i = threadIdx.x % 32; i < p.batch_size; i += 32) {
       const Lengths lengths = {qo_len_of(p, i), kv_len_of(p, i)};  // loaded together: the launch waits for it
-      const Division d(p, lengths.qo, SHORTS && lengths.are_short(p), UNITS);
+      const Division d(p, lengths, SHORTS, UNITS);
       items += d.items();
       if (!SHORTS) continue;
       const uint32_t count = lengths.seen(p) / TILE_KV;
@@ -130,8 +130,8 @@ struct Scheduler {
       uint32_t whole = 0, pieces = 1;
       if (candidate < p.batch_size) {
         Lengths lengths = {qo_len_of(p, candidate), 0};
-        if (SHORTS && lengths.qo <= p.short_qo_len) lengths.kv = kv_len_of(p, candidate);
-        const Division d(p, lengths.qo, SHORTS && lengths.are_short(p), UNITS);
+        if (SHORTS && lengths.qo <= p.short_qo_len) lengths.kv = kv_len_of(p, candidate);  // others do not depend on it
+        const Division d(p, lengths, SHORTS, UNITS);
         whole = d.items();
         pieces = num_pieces(d.is_short, lengths.seen(p));
       }
@@ -203,8 +203,9 @@ struct Scheduler {
     const Span kv = Keys::keys_of(p, request);
     work.first_kv = kv.first;
     work.kv_len = kv.length;
-    work.is_short = SHORTS && Lengths{qo.length, kv.length}.are_short(p);
-    work.row_heads = Division(p, work.qo_len, work.is_short, UNITS).row_heads;
+    const Division d(p, Lengths{qo.length, kv.length}, SHORTS, UNITS);
+    work.is_short = d.is_short;
+    work.row_heads = d.row_heads;
     if (work.row_heads > 1) work.reciprocal = 0xffffffffu / work.row_heads + 1;
   }
 

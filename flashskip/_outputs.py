@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from operator import mul
 
 import torch
 
-from flashskip._options import refusal
+from flashskip._options import check_choice, refusal
+
+LSE_SCALES = {"log2": 1.0, "e": math.log(2.0)}
+
+
+def check_lse_base(lse_base: object, wanted: bool) -> None:
+    """Raise unless this is a base, and the default one where no LSE is `wanted`."""
+    if lse_base == "log2":
+        return
+    check_choice("lse_base", lse_base, tuple(LSE_SCALES))
+    if not wanted:
+        raise refusal(
+            f"lse_base is {lse_base!r} in a run without an LSE, where it has no effect",
+            "it with return_lse=True or lse",
+            "Drop lse_base",
+        )
 
 
 def check_lse(

@@ -11,7 +11,7 @@ from flashskip import _cpu, _kernels, _op
 from flashskip._buffers import Buffers, Needs
 from flashskip._checks import check_device, check_inputs, check_tensor
 from flashskip._options import check_choice, refusal
-from flashskip._outputs import check_lse, check_written
+from flashskip._outputs import LSE_SCALES, check_lse, check_lse_base, check_written
 from flashskip._plan import (
     Plan,
     changes,
@@ -27,8 +27,6 @@ from flashskip._plan import (
 from flashskip._scales import UNSCALED, Scales, check_scales, dequantised, scale_fields
 from flashskip.geometry import Geometry
 from flashskip.variant import Variant
-
-LSE_SCALES = {"log2": 1.0, "e": math.log(2.0)}
 
 
 class BatchWrapper:
@@ -247,6 +245,7 @@ class BatchWrapper:
         check_inputs(self._input_names, inputs, plan.options.sinks)
         if return_lse is not True and return_lse is not False:
             raise TypeError(f"return_lse is {return_lse!r}; expected True or False. Pass a bool.")
+        check_lse_base(lse_base, lse is not None or return_lse)
         q, ours = inputs[0], []
         shape = (q.shape[0], plan.num_qo_heads, plan.variant.head_dim_vo)
         if out is None:
@@ -284,8 +283,6 @@ class BatchWrapper:
         only compares.
         """
         plan = self._planned()
-        if not isinstance(lse_base, str) or lse_base not in LSE_SCALES:
-            check_choice("lse_base", lse_base, tuple(LSE_SCALES))
         if plan.kernel is None:
             check_device(inputs[0], plan.device)
             ragged = self._as_ragged(inputs, list(plan.indices.values()))

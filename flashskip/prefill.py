@@ -28,7 +28,14 @@ from flashskip._paged import (
     kv_lengths,
     split_cache,
 )
-from flashskip._plan import NEW, Plan, dtype_name, target_device, warn_of_overflow
+from flashskip._plan import (
+    NEW,
+    Plan,
+    dtype_name,
+    prefill_options,
+    target_device,
+    warn_of_overflow,
+)
 from flashskip._tiles import prefill_tile
 from flashskip._wrapper import BatchWrapper
 from flashskip.geometry import SHORT_QO_LEN
@@ -119,7 +126,7 @@ class BatchPrefillWrapper(BatchWrapper):
         batch_size = check_indptr("qo_indptr", qo_indptr)
         check_indptr("kv_indptr", kv_indptr, batch_size)
         reach = {n: int(t[-1]) for n, t in indices.items() if t.device.type == "cpu"}
-        checked = PlanOptions(**options)
+        checked = prefill_options(options)
         self._prepare(arguments, checked, indices, reach, shape)
         if kv_indptr.device.type == "cpu":
             warn_of_overflow(checked, kv_indptr.diff())
@@ -182,7 +189,7 @@ class BatchPrefillWrapper(BatchWrapper):
         reach = check_page_table(*table, page_size, batch_size, "paged_kv_")
         if qo_indptr.device.type == "cpu":
             reach["qo_indptr"] = int(qo_indptr[-1])
-        checked = PlanOptions(**options)
+        checked = prefill_options(options)
         self._prepare(arguments, checked, indices, reach, shape)
         if paged_kv_indptr.device.type == "cpu":
             kv_len = kv_lengths(paged_kv_indptr, paged_kv_last_page_len, page_size)

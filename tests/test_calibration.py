@@ -363,6 +363,8 @@ def test_one_text_at_a_time_is_measured():
     [
         (["--target", "1.5"], "1.5 is no share; expected a number between 0 and 1"),
         (["--phases", "prefill,foo"], "'foo' is no phase; expected prefill and decode"),
+        (["--lengths", "2048,0"], "'0' is no length; expected tokens, at least 1"),
+        (["--lengths", "2k"], "'2k' is no length; expected tokens, at least 1"),
     ],
 )
 def test_arguments_are_checked_before_a_model_is_loaded(given, said, capsys):

@@ -115,6 +115,8 @@ def test_wrong_outputs_are_refused():
         wrapper.run(*_inputs(), lse=torch.empty(4, 7))
     with pytest.raises(ValueError, match="lse_base is 'ln'; expected one of 'log2', 'e'"):
         wrapper.run(*_inputs(), lse_base="ln")
+    with pytest.raises(ValueError, match="lse_base is 'e' in a run without an LSE"):
+        wrapper.run(*_inputs(), lse_base="e")
 
 
 def test_a_gradient_is_no_fault_under_no_grad():

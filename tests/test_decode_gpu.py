@@ -104,30 +104,6 @@ def test_long_requests_are_split_and_merged(
     check(make_paged(kv_lens, 8, 2, 64, page_size), threshold)
 
 
-@pytest.mark.variants(lambda shape: [variant(*shape), skipping(*shape)])
-@pytest.mark.parametrize("threshold", [None, LAMBDA])
-@pytest.mark.parametrize("shape", [(4, 256), (64, 128)])
-def test_many_cold_runs_through_rings_of_three_stages(
-    shape: tuple[int, int], threshold: float | None
-) -> None:
-    """Two warps fill the stages, requested by others: each must keep to its own.
-
-    Cold caches, instructions included, let those who request them drift apart.
-    """
-    group_size, head_dim = shape
-    batch = make_paged((8192,) * 32, 4 * group_size, 4, head_dim)
-    check(batch, threshold)
-    counts = {"skip_softmax_threshold": threshold, "collect_stats": True}
-    wrapper = plan(batch, **({} if threshold is None else counts))
-    expected = run(wrapper, batch)
-    flush = torch.ones(64 << 20, device=DEVICE)  # 256 MB
-    for _ in range(150):
-        flush.sum()
-        out, lse = run(wrapper, batch)
-        assert torch.equal(out, expected[0])
-        assert torch.equal(lse, expected[1])
-
-
 @pytest.mark.variants([skipping(2, 64)])
 @pytest.mark.parametrize("kv_lens", [(77,) * 500, (0,) * 200, ((0,) * 37 + (3, 64, 65)) * 50])
 def test_many_small_and_empty_requests(kv_lens: tuple[int, ...]) -> None:

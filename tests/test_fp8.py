@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from paged import FP8, LAMBDA, Paged, check, make_paged, plan, run
@@ -94,3 +96,16 @@ def test_appended_tokens_are_those_of_the_cache() -> None:
         page, slot = batch.place(request, torch.tensor([n - 1]))
         for cache, new in ((batch.k, k), (batch.v, v)):
             assert torch.equal(cache[page, slot][0].float(), new[request].float())
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_prefill_refuses_an_fp8_cache(paged: bool) -> None:
+    wrapper = flashskip.BatchPrefillWrapper(torch.empty(0))
+    indptr = torch.tensor([0, 4], dtype=torch.int32)
+    page = (torch.tensor([0, 1], dtype=torch.int32), indptr[:1], torch.tensor([4]).int())
+    options = {"q_data_type": FP16, "kv_data_type": FP8}
+    plans = partial(wrapper.plan, indptr, indptr, 4, 2, 64)
+    if paged:
+        plans = partial(wrapper.plan_paged, indptr, *page, 4, 2, 64, page_size=4)
+    with pytest.raises(flashskip.UnsupportedVariant, match="float8_e4m3fn in prefill; supported"):
+        plans(**options)

@@ -180,7 +180,7 @@ BOTH: list[dict[str, Any]] = [
     {"q": torch.ones(2, 8, 64, dtype=BF16)[:, ::2]},
     {"out": torch.ones(2, 4, 64, dtype=BF16)},
     {"lse": torch.zeros(2, 4), "lse_base": "e"},
-    {"lse_base": "e"},
+    {"lse": torch.zeros(2, 4)},
 ]
 PREFILL: list[dict[str, Any]] = [
     {"causal": True},

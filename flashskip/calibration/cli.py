@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--held-out", type=Path, nargs="+", help="texts to judge the fit with")
     parser.add_argument(
         "--lengths",
-        type=_list_of(int),
+        type=_lengths,
         default=[2048, 4096, 8192],
         help="prompt lengths in tokens, with commas; default: 2048,4096,8192",
     )
@@ -115,8 +115,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _list_of(kind: type[Any]) -> Any:
-    return lambda text: [kind(item) for item in text.split(",")]
+def _lengths(text: str) -> list[int]:
+    lengths = text.split(",")
+    if wrong := [n for n in lengths if not n.isdecimal() or int(n) == 0]:
+        raise argparse.ArgumentTypeError(f"{wrong[0]!r} is no length; expected tokens, at least 1")
+    return [int(n) for n in lengths]
 
 
 def _share(text: str) -> float:

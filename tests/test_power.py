@@ -1,0 +1,31 @@
+"""The study of the power limit: its table on any machine, its samples by a tool that is faked."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import power
+from benchmarks.groups import GROUPS
+
+
+def test_targets_are_cases() -> None:
+    cases = {case.name for group in GROUPS.values() for case in group}
+    assert {target.case for target in power.TARGETS} <= cases
+
+
+def test_cycles_are_time_times_clock() -> None:
+    entry = {"target": "x", "ms": 2.0, "mhz": 1500.0, "watts": 690.4, "power_capped": 0.5}
+    (row,) = power.table({"power": [entry]}).splitlines()[2:]
+    assert row == "| x | 2.000 | 1500 | 690 | 50% | 3.00 |"
+
+
+def test_samples_hold_what_the_tool_says() -> None:
+    lines = ["1500, 690.1, Active", "1600, 680.0, Not Active", "1550, 700.0, Active", "15"]
+    seen = power.summary(lines, [2.0, 1.0, 4.0])
+    assert seen == {
+        "ms": 2.0,
+        "mhz": 1550.0,
+        "watts": 690.1,
+        "power_capped": pytest.approx(2 / 3),
+        "samples": 3,
+    }
