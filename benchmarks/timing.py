@@ -1,15 +1,17 @@
 """Time of device work: contestants interleaved in rounds, each run behind a short spin.
 
-A GPU slows down with heat and power, by what it did in the last tens of milliseconds: a kernel is
-faster behind a pause or behind one that draws less. So what is compared alternates in one loop, in
-an order that is drawn anew for each round; each turn begins with as many runs that do not count as
-runs that do; and the ratio is taken within each round. The spin keeps the GPU busy until the host
-has enqueued the run, so that launch time stays out. With `cold_l2` a buffer larger than the L2
-cache is read before each run (a written one would leave lines to be written back during it).
+A GPU at its power limit clocks by what it did in the last tenth of a second: a kernel is up to 11 %
+faster behind a pause or one that draws less, and up to 20 % slower behind one that draws more. So
+what is compared alternates in one loop, in an order that is drawn anew for each round; each turn
+begins with runs that do not count, until the clock is this kernel's own; and the ratio is taken
+within each round. The spin keeps the GPU busy until the host has enqueued the run, so that launch
+time stays out. With `cold_l2` a buffer larger than the L2 cache is read before each run (a written
+one would leave lines to be written back during it); memory is the limit there, and the lead short.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import time
@@ -23,6 +25,8 @@ Call = Callable[[], object]
 ROUNDS = 5
 _LONG_ROUNDS = 3  # where a round of all contestants takes `_LONG_SECONDS` or more
 _LONG_SECONDS = 1.0
+_LEAD_SECONDS = 0.15  # of runs that do not count; after it, times are within 1 % of those to come
+_MOST_LEAD = 1000  # runs: shorter ones do not reach the power limit
 _CPU_ROUNDS = 2  # enough to show that it works
 _TURN_SECONDS = 0.02  # of each contestant in a round; a longer run happens once in it
 _MAX_REPS = 12
@@ -69,11 +73,13 @@ class Clock:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def sample(self, call: Call, reps: int, spin_seconds: float, *, cold_l2: bool) -> list[float]:
-        """Return the milliseconds of `reps` runs, after as many that do not count."""
+    def sample(
+        self, call: Call, reps: int, spin_seconds: float, *, lead: int, cold_l2: bool
+    ) -> list[float]:
+        """Return the milliseconds of `reps` runs, after `lead` that do not count."""
         if self.device.type == "cpu":
             return [self._host_ms(call) for _ in range(reps)]
-        for _ in range(reps):
+        for _ in range(lead):
             call()
         events = []
         for _ in range(reps):
@@ -112,17 +118,19 @@ class Clock:
 def interleave(calls: dict[str, Call], clock: Clock, *, cold_l2: bool = False) -> dict[str, Timing]:
     """Time all calls, each of which has run before, in turns; a round gives one median per call."""
     on_cpu = clock.device.type == "cpu"
-    timings, spins, round_seconds = {}, {}, 0.0
+    timings, spins, leads, round_seconds = {}, {}, {}, 0.0
     for name, call in calls.items():
         seconds, enqueueing = clock.estimate(call)
         reps = min(max(round(_TURN_SECONDS / max(seconds, 1e-6)), 1), _MAX_REPS)
         timings[name] = Timing([], 1 if on_cpu else reps)
         spins[name] = min(max(2 * enqueueing, 100e-6), 4e-3)
-        round_seconds += seconds * 2 * reps
+        settling = 0 if cold_l2 else min(math.ceil(_LEAD_SECONDS / max(seconds, 1e-6)), _MOST_LEAD)
+        leads[name] = max(reps, settling)
+        round_seconds += seconds * (leads[name] + reps)
     rounds = _CPU_ROUNDS if on_cpu else _LONG_ROUNDS if round_seconds > _LONG_SECONDS else ROUNDS
-    draw = random.Random(0)
     for _ in range(rounds):
-        for name in draw.sample(list(calls), len(calls)):
-            times = clock.sample(calls[name], timings[name].reps, spins[name], cold_l2=cold_l2)
+        for name in random.sample(list(calls), len(calls)):
+            reps, lead = timings[name].reps, leads[name]
+            times = clock.sample(calls[name], reps, spins[name], lead=lead, cold_l2=cold_l2)
             timings[name].rounds_ms.append(statistics.median(times))
     return timings

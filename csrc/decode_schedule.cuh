@@ -1,5 +1,7 @@
-// Who attends what in decode (stream-K): the tiles of all work items form one list, ordered by request, KV head,
-// row unit and key, which is cut evenly over the CTAs. Every CTA finds its share from the index tensors alone.
+// Who attends what in decode (stream-K): the tiles of all work items form one list, ordered by strand, request, row
+// unit, KV head and key, which is cut evenly over the CTAs. Every CTA finds its share from the index tensors alone.
+//   strand   every `strands`-th KV head. Strands are equally long and have equally many CTAs, which therefore are at the
+//            same tokens of heads side by side at about the same time: memory is faster where they lie side by side too
 //   item     one (request, KV head, unit of query rows) with all its tiles
 //   segment  the tiles of one item that one CTA owns; an item cut by a share's end has several, merged later
 #pragma once
@@ -34,29 +36,32 @@ struct Segment {
   RequestPages pages;
   TileRange tiles;  // of the item
   int begin, end;   // those that belong to this CTA
-  int64_t offset;   // of the item in the list
+  int64_t offset;   // of the item in the whole list
 
   FS_DEVICE bool is_whole() const { return begin == tiles.first && end > tiles.last; }
   FS_DEVICE bool owns(int tile) const { return tile >= begin && tile < end; }
   FS_DEVICE int keys_in(int tile) const { return min(pages.kv_len - tile * DECODE_TILE_KV, DECODE_TILE_KV); }
 };
 
-// The list and this CTA's share of it. In shared memory.
+// The list and this CTA's share of it, which lies in one strand: but for the two marked, numbers of tiles are the
+// strand's. In shared memory.
 template <int WARPS>
 struct Schedule {
-  int64_t slab_tiles[WARPS];  // tiles of consecutive slabs of requests
-  int64_t total;
+  int64_t slab_tiles[WARPS];  // of consecutive slabs of requests
+  int64_t total, strand_begin;  // of the whole list, and in it
   int64_t begin, end;    // of the share
-  int64_t window_begin;  // tiles before request `window`, from which the share's first request is at most a slab away
+  int64_t window_begin;  // before request `window`, from which the share's first request is at most a slab away
   int window;
-  int items;  // per request: KV heads times row units
-  int ctas;   // that have a share
+  int strand;
+  int items;  // of a request: KV heads times row units
+  int ctas;   // that have a share of the whole list
 
   FS_DEVICE int owner_of(int64_t tile) const { return static_cast<int>(quotient((tile + 1) * ctas - 1, total)); }
 
   // Called by all threads; each warp adds up a slab.
   template <class Params>
-  FS_DEVICE void make(const Params& p, int items_per_request) {
+  FS_DEVICE void make(const Params& p, int units) {
+    const int items_per_request = p.strand_heads * units;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int slab = ((p.batch_size + WARPS - 1) / WARPS + 31) / 32 * 32;
     const int stop = min((warp + 1) * slab, p.batch_size);
@@ -68,12 +73,12 @@ struct Schedule {
     for (int x = 16; x > 0; x /= 2) tiles += __shfl_xor_sync(~0u, tiles, x);
     if (lane == 0) slab_tiles[warp] = tiles * items_per_request;
     __syncthreads();
-    if (warp == 0) cut(items_per_request, slab);
+    if (warp == 0) cut(items_per_request, slab, p.strands);
     __syncthreads();
   }
 
   // A warp, a slab a lane: this is what all wait for.
-  FS_DEVICE void cut(int items_per_request, int slab) {
+  FS_DEVICE void cut(int items_per_request, int slab, uint32_t strands) {
     const int lane = threadIdx.x;
     int64_t upto = lane < WARPS ? slab_tiles[lane] : 0;  // the end of the slab
 #pragma unroll
@@ -82,15 +87,19 @@ struct Schedule {
       if (lane >= x) upto += before;
     }
     const int64_t sum = __shfl_sync(~0u, upto, WARPS - 1);
-    const int shares = static_cast<int>(min(static_cast<int64_t>(gridDim.x), max(sum / MIN_TILES_PER_CTA, 1ll)));
-    const int64_t edge = quotient(sum * min(static_cast<int>(blockIdx.x) + lane % 2, shares), shares);
+    const uint32_t shares = min(static_cast<int64_t>(gridDim.x / strands), max(sum / MIN_TILES_PER_CTA, 1ll));
+    const uint32_t in_strand = blockIdx.x / shares, number = blockIdx.x - in_strand * shares;
+    const uint32_t edges = in_strand < strands ? number + lane % 2 : shares;  // before this one
+    const int64_t edge = quotient(sum * edges, shares);
     const int64_t first = __shfl_sync(~0u, edge, 0);
     const int slabs = __popc(__ballot_sync(~0u, lane < WARPS - 1 && upto <= first));  // that the share is past
     const int64_t before = __shfl_sync(~0u, upto, max(slabs - 1, 0));
     if (lane == 0) {
       items = items_per_request;
-      total = sum;
-      ctas = shares;
+      total = sum * strands;
+      ctas = shares * strands;
+      strand = in_strand;
+      strand_begin = sum * in_strand;
       begin = edge;
       window_begin = slabs > 0 ? before : 0;
       window = slabs * slab;
@@ -103,16 +112,18 @@ struct Schedule {
 template <class Params, class Schedule>
 struct SegmentWalk {
   const Params& p;
+  const Schedule& schedule;
   const int items;
-  int64_t position;
+  int64_t position;    // in the strand, as the next ones
   const int64_t end;
   int window;          // first of the requests that lanes know
-  int64_t window_end;  // offset in the list after the window
+  int64_t window_end;  // after the window
   int64_t lane_end;    // after this lane's request
   RequestPages lane_pages;
 
   FS_DEVICE SegmentWalk(const Params& p, const Schedule& schedule)
       : p(p),
+        schedule(schedule),
         items(schedule.items),
         position(schedule.begin),
         end(schedule.end),
@@ -146,12 +157,14 @@ struct SegmentWalk {
     const int count = s.tiles.count();
     const int64_t request_begin = __shfl_sync(~0u, lane_end, lane) - static_cast<int64_t>(count) * items;
     const int item = static_cast<int>(quotient(position - request_begin, count));
-    s.offset = request_begin + static_cast<int64_t>(item) * count;
-    s.kv_head = item;
+    const int64_t item_begin = request_begin + static_cast<int64_t>(item) * count;
+    int head = item;  // of the strand
     s.unit = 0;
-    for (; s.kv_head >= p.num_kv_heads; s.kv_head -= p.num_kv_heads) s.unit++;  // hardly ever: no division
-    s.begin = s.tiles.first + static_cast<int>(position - s.offset);
-    s.end = s.tiles.first + static_cast<int>(min(static_cast<int64_t>(count), end - s.offset));
+    for (; head >= p.strand_heads; head -= p.strand_heads) s.unit++;  // hardly ever: no division
+    s.kv_head = head * p.strands + schedule.strand;
+    s.offset = schedule.strand_begin + item_begin;
+    s.begin = s.tiles.first + static_cast<int>(position - item_begin);
+    s.end = s.tiles.first + static_cast<int>(min(static_cast<int64_t>(count), end - item_begin));
     position += s.end - s.begin;
     return true;
   }

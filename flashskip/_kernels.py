@@ -114,6 +114,11 @@ DECODE_PARAMS = ParamTable(
         ("batch_size", "int32_t"),
         ("num_qo_heads", "int32_t"),
         ("num_kv_heads", "int32_t"),
+        (
+            "strands",
+            "int32_t",
+        ),  # lists of work, of every `strands`-th KV head each; divides the grid
+        ("strand_heads", "int32_t"),  # num_kv_heads / strands
         ("group_size", "int32_t"),  # query heads of a KV head
         ("group_reciprocal", "uint32_t"),  # (2**32 - 1) // group_size + 1, 0 for 1
         ("q_len_per_req", "int32_t"),

@@ -154,7 +154,7 @@ class DecodeTile:
         q_row = _round_up(v.head_dim_qk, 64) * 2 + (4 if v.kv_dtype == "e4m3" else 0)
         q = self.q_stages * (v.rows * q_row + 16 + 4 + segment) + 4
         exchange = v.rows * 32 * self.tiles_per_group
-        schedule = 8 * self.threads // 32 + 4 * 8 + 4 * 4
+        schedule = 8 * self.threads // 32 + 5 * 8 + 4 * 4
         used = self.k_stages * k_stage + self.v_stages * v_stage + q + exchange + schedule + 4
         used += 4 * v.rows if v.bound else 0  # what is omitted so far
         used += 4  # so that barriers begin at a multiple of 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -225,7 +226,10 @@ class BatchDecodeWrapper(BatchWrapper):
     def _fill(self, plan: Plan) -> None:
         super()._fill(plan)
         group_size = plan.num_qo_heads // plan.num_kv_heads
+        strands = math.gcd(plan.num_kv_heads, plan.grid)
         self._set(
+            strands=strands,
+            strand_heads=plan.num_kv_heads // strands,
             merge_counter=plan.buffers["merge_counter"].data_ptr(),
             group_size=group_size,
             group_reciprocal=((2**32 - 1) // group_size + 1) % 2**32,
