@@ -205,7 +205,7 @@ def test_two_versions_share_a_directory(tmp_path: Path) -> None:
 
     Each finds its own, first and last, and none warns, except of an entry that reports too little.
     """
-    flag = ("flashskip/_jit/compile.py", '"--std=c++17",', '"--std=c++17", "--fmad=true",')
+    flag = ("flashskip/_jit/compile.py", '"--std=c++17",', '"--std=c++17", "--prec-sqrt=true",')
     form = [
         ("flashskip/_jit/entry.py", '_FORMAT = b"1"', '_FORMAT = b"2"'),
         ("flashskip/_jit/entry.py", r"\x001\n", r"\x002\n"),

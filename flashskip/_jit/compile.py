@@ -24,6 +24,7 @@ OPTIONS = (
     "--std=c++17",
     "--no-source-include",  # only hashed headers: not even the working directory is searched
     "--device-as-default-execution-space",
+    "--fmad=false",  # only fmaf() rounds once: left to itself, each kernel would round its own way
     "--ptxas-options=-v",  # registers and spills, into the log
 )
 
