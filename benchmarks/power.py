@@ -3,7 +3,8 @@
 ``python -m benchmarks.power run --out FILE`` on a Hopper GPU runs each of `TARGETS` without a
 pause for `_TURN_SECONDS`, in rounds of a random order, and asks ``nvidia-smi`` for the clock and
 the power meanwhile. Time times clock is a number of cycles: where two kernels differ in time but
-not in cycles, power is what holds the slower one. ``table`` prints what a result file says.
+not in cycles, power is what holds the slower one. ``table`` writes a result file's table into the
+page of the prefill kernel.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from benchmarks.counters import Target, prepare_target
 from benchmarks.result_file import save
 
 RESULTS = Path(__file__).parent / "results" / "power.json"
+PAGE = Path(__file__).parent.parent / "docs" / "kernels" / "prefill_sm90.md"
 MATRIX_PRODUCT = "matrix product"
 _32K, _16K = "prefill-1x32768-full", "prefill-1x16384-full"
 TARGETS = (
@@ -125,7 +127,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure, or print the table."""
+    """Measure, or write the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.power", description=__doc__)
     parser.add_argument("command", choices=["run", "table"])
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -133,7 +135,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.command == "run":
         run(args.out, args.commit)
-    print(table(json.loads(args.out.read_text())))
+        return
+    pages.fill(PAGE, {"power": table(json.loads(args.out.read_text()))})
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from benchmarks import power
@@ -29,3 +31,7 @@ def test_samples_hold_what_the_tool_says() -> None:
         "power_capped": pytest.approx(2 / 3),
         "samples": 3,
     }
+
+
+def test_the_page_holds_the_table() -> None:
+    assert power.table(json.loads(power.RESULTS.read_text())) in power.PAGE.read_text()
