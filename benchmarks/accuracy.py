@@ -216,7 +216,6 @@ class Accuracy:
             self.results.setdefault("not_run", {})[name] = str(error)
         self.results["seconds"][name] = round(time.perf_counter() - start, 1)
         print(f"{name}: {self.results['seconds'][name]} s", flush=True)
-        self.out.parent.mkdir(parents=True, exist_ok=True)
         save(self.out, self.results)
 
     def describe(self, device: torch.device, commit: str) -> None:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from benchmarks.timing import Clock, interleave
 
 _GEMM = 8192
 _COPY_BYTES = 4 << 30
+
+
+def matrix_product(device: torch.device, n: int = _GEMM) -> Callable[[], object]:
+    """Return a call that multiplies two bf16 matrices of n x n."""
+    a, b, c = (torch.randn(n, n, device=device).bfloat16() for _ in range(3))
+    return lambda: torch.mm(a, b, out=c)
 
 
 def measure(clock: Clock) -> dict[str, float]:
@@ -17,13 +25,12 @@ def measure(clock: Clock) -> dict[str, float]:
     """
     device, small = clock.device, clock.device.type == "cpu"
     n = 256 if small else _GEMM
-    a, b, c = (torch.randn(n, n, device=device).bfloat16() for _ in range(3))
     elements = (1 << 20 if small else _COPY_BYTES) // 2
     source = torch.randn(elements, device=device, dtype=torch.bfloat16)
     target = torch.empty_like(source)
     matrix, vector = source.view(-1, 4096), torch.randn(4096, device=device).bfloat16()
     calls = {
-        "gemm": lambda: torch.mm(a, b, out=c),
+        "gemm": matrix_product(device, n),
         "copy": lambda: target.copy_(source),
         "sum": lambda: source.view(torch.float32).sum(),
         "max": lambda: source.view(torch.int32).amax(),

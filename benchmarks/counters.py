@@ -23,7 +23,7 @@ import torch
 from benchmarks import machine, pages
 from benchmarks.contestant import Prepared
 from benchmarks.data import THRESHOLD, make_data
-from benchmarks.groups import GROUPS
+from benchmarks.groups import CASES
 from benchmarks.peers.flashskip import prepare
 from benchmarks.result_file import save
 
@@ -82,7 +82,7 @@ TARGETS = (
 
 def prepare_target(target: Target) -> Prepared:
     """Make a target's data and plan its kernel."""
-    case = {case.name: case for group in GROUPS.values() for case in group}[target.case]
+    case = CASES[target.case]
     data = make_data(case, target.share, torch.device("cuda", 0))
     options = {"skip_softmax_threshold": THRESHOLD} if target.skips else {}
     return prepare(case, data, **options)
@@ -149,7 +149,6 @@ def run(path: Path, targets: Sequence[Target], commit: str) -> None:
         read_before[str(target)] = entry
     order = {str(target): place for place, target in enumerate(TARGETS)}
     entries = sorted(read_before.values(), key=lambda entry: order.get(entry["target"], len(order)))
-    path.parent.mkdir(parents=True, exist_ok=True)
     save(path, {"date": when, "machine": about, "counters": entries})
 
 

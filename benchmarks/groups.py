@@ -113,6 +113,8 @@ GROUPS: dict[str, tuple[Case, ...]] = {
     "tiny": TINY,  # proves that the harness works, on a CPU too; says nothing about speed
 }
 
+CASES: dict[str, Case] = {case.name: case for group in GROUPS.values() for case in group}
+
 # Host time of plan() and run() is measured on these.
 HOST_PREFILL, HOST_DECODE = prefill(1024, True), decode(256, 1024, 64)
 HOST_CASES: dict[str, tuple[Case, ...]] = {

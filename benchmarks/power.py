@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import machine, pages
+from benchmarks import ceilings, machine, pages
 from benchmarks.counters import Target, prepare_target
 from benchmarks.result_file import save
 
@@ -47,22 +47,15 @@ def run(path: Path, commit: str) -> None:
     device = torch.device("cuda", 0)
     about = machine.describe(device, commit)
     calls = {str(target): prepare_target(target).run for target in TARGETS}
-    calls[MATRIX_PRODUCT] = _matrix_product(device)
+    calls[MATRIX_PRODUCT] = ceilings.matrix_product(device)
     for call in calls.values():
         call()
     turns: dict[str, list[dict[str, float]]] = {name: [] for name in calls}
-    draw = random.Random(0)
     for _ in range(_ROUNDS):
-        for name in draw.sample(list(calls), len(calls)):
+        for name in random.sample(list(calls), len(calls)):
             turns[name].append(_turn(calls[name]))
     found = [{"target": name, **_medians(of_target)} for name, of_target in turns.items()]
-    path.parent.mkdir(parents=True, exist_ok=True)
     save(path, {"machine": about, "power": found})
-
-
-def _matrix_product(device: torch.device) -> Callable[[], object]:
-    a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
-    return lambda: a @ b
 
 
 def _turn(call: Callable[[], object]) -> dict[str, float]:

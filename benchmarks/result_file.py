@@ -10,6 +10,7 @@ from typing import Any
 
 def save(path: Path, results: dict[str, Any]) -> None:
     """Write JSON: a list's item in one line, however much it holds; dicts indented."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     partial.write_text(_text(results, "\n") + "\n")
     os.replace(partial, path)

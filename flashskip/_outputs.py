@@ -15,7 +15,7 @@ LSE_SCALES = {"log2": 1.0, "e": math.log(2.0)}
 
 def check_lse_base(lse_base: object, wanted: bool) -> None:
     """Raise unless this is a base, and the default one where no LSE is `wanted`."""
-    if lse_base == "log2":
+    if isinstance(lse_base, str) and lse_base == "log2":
         return
     check_choice("lse_base", lse_base, tuple(LSE_SCALES))
     if not wanted:
