@@ -69,6 +69,7 @@ class DecodeCase:
     shares: tuple[float, ...] = SHARES
     kv_dtype: str = ""  # of the cache; empty: that of q
     graph: bool = False  # launched as a CUDA graph
+    uneven: bool = False  # KV heads' shares run from 0 to twice the asked one
 
     @property
     def cache_dtype(self) -> str:
@@ -133,6 +134,8 @@ def _differences(**more: object) -> str:
         text += "-fp8" if more["kv_dtype"] == "float8_e4m3fn" else f"-kv{more['kv_dtype']}"
     if "page_size" in more:  # of a prefill; every decode has one
         text += f"-page{more['page_size']}"
+    if more.get("uneven"):
+        text += "-uneven"
     if more.get("graph"):
         text += "-graph"
     return text

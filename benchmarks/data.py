@@ -88,7 +88,7 @@ def _prefill_data(case: PrefillCase, share: float, g: torch.Generator) -> Prefil
         seeded = Geometry.prefill().of(qo_len, kv_len).judged_against == "seed"
         lost = DIAGONAL_KEYS if case.causal and not seeded else 0
         seen = kv_len - qo_len / 2 if case.causal else kv_len
-        asked = share * seen / max(seen - lost, 1.0)
+        asked = torch.tensor(share * seen / max(seen - lost, 1.0), device=g.device)
         cold.append(_cold_tiles((case.num_kv_heads,), tiles, asked, g))
         hot_of_key.append(~cold[-1].repeat_interleave(PREFILL_TILE, 1)[:, :kv_len])
     group = case.num_qo_heads // case.num_kv_heads
@@ -132,7 +132,11 @@ def _decode_data(case: DecodeCase, share: float, g: torch.Generator) -> DecodeDa
     per_request = -(-case.kv_len // case.page_size)
     pages = case.batch_size * per_request
     tiles = -(-case.kv_len // DECODE_TILE)
-    cold = _cold_tiles((case.batch_size, case.num_kv_heads), tiles, share, g)
+    shares = torch.full((case.num_kv_heads,), share, device=device)
+    if case.uneven:
+        order = torch.randperm(case.num_kv_heads, generator=g, device=device)
+        shares = torch.linspace(0, 2 * share, case.num_kv_heads, device=device)[order]
+    cold = _cold_tiles((case.batch_size, case.num_kv_heads), tiles, shares, g)
     page_table = torch.randperm(pages, generator=g, device=device).view(case.batch_size, -1)
     # Which request and which of its tiles each slot of the cache belongs to.
     owner = torch.empty(pages, dtype=torch.long, device=device)
@@ -170,11 +174,11 @@ def _directions(heads: int, head_dim: int, g: torch.Generator) -> Tensor:
     return (signs.float() * 2 - 1) / math.sqrt(head_dim)
 
 
-def _cold_tiles(lead: tuple[int, ...], tiles: int, share: float, g: torch.Generator) -> Tensor:
-    """Return which of the tiles are cold: the asked share, never tile 0."""
-    count = min(round(share * tiles), tiles - 1)
+def _cold_tiles(lead: tuple[int, ...], tiles: int, shares: Tensor, g: torch.Generator) -> Tensor:
+    """Return which of the tiles are cold: the asked share, of all or of each head, never tile 0."""
+    count = (shares * tiles).round().clamp(max=tiles - 1)
     draw = torch.rand(*lead, tiles - 1, generator=g, device=g.device)
-    cold = draw.argsort(-1).argsort(-1) < count
+    cold = draw.argsort(-1).argsort(-1) < count[..., None]
     return torch.nn.functional.pad(cold, (1, 0))
 
 

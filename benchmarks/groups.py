@@ -97,6 +97,8 @@ DECODE: tuple[Case, ...] = (
     DECODE_FP8,
     *DECODE_SHAPES,
     decode(64, 8192, 64, head_dim=96, shares=_DENSE),
+    decode(64, 8192, 64, uneven=True, shares=(0.0, 0.45)),
+    decode(1, 131072, 64, uneven=True, shares=(0.0, 0.45)),
 )
 
 _SMALL = {"num_qo_heads": 4, "num_kv_heads": 2}

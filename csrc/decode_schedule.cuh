@@ -1,7 +1,8 @@
 // Who attends what in decode (stream-K): the tiles of all work items form one list, ordered by strand, request, row
 // unit, KV head and key, which is cut evenly over the CTAs. Every CTA finds its share from the index tensors alone.
-//   strand   every `strands`-th KV head. Strands are equally long and have equally many CTAs, which therefore are at the
-//            same tokens of heads side by side at about the same time: memory is faster where they lie side by side too
+//   strand   of each request every `strands`-th KV head. Strands are equally long and have equally many CTAs, which
+//            therefore are at the same tokens of heads side by side at about the same time: memory is faster where they
+//            lie side by side too. The first head is another one in the next request: heads skip differently
 //   item     one (request, KV head, unit of query rows) with all its tiles
 //   segment  the tiles of one item that one CTA owns; an item cut by a share's end has several, merged later
 #pragma once
@@ -161,7 +162,7 @@ struct SegmentWalk {
     int head = item;  // of the strand
     s.unit = 0;
     for (; head >= p.strand_heads; head -= p.strand_heads) s.unit++;  // hardly ever: no division
-    s.kv_head = head * p.strands + schedule.strand;
+    s.kv_head = head * p.strands + (schedule.strand + s.request) % p.strands;
     s.offset = schedule.strand_begin + item_begin;
     s.begin = s.tiles.first + static_cast<int>(position - item_begin);
     s.end = s.tiles.first + static_cast<int>(min(static_cast<int64_t>(count), end - item_begin));

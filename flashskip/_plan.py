@@ -88,6 +88,7 @@ class Plan:
     params_pointer: Any = None  # to it, for launches
     live: list[torch.Tensor] = field(default_factory=list)  # of options, and the workspace
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # the wrapper's, as it needs
+    counts: dict[str, int] = field(default_factory=dict)  # buffers that are counters
     reach: dict[str, int] = field(default_factory=dict)  # rows, pages that CPU indices point at
 
     # What `params` holds. A tensor is compared with it and checked only where it differs. While

@@ -124,7 +124,7 @@ class BatchWrapper:
             )
         return self._plan
 
-    def _replan(self, arguments: Sequence[object], indices: Mapping[str, torch.Tensor]) -> bool:
+    def _replan(self, arguments: Sequence[object], indices: dict[str, torch.Tensor]) -> bool:
         """Give the plan other index tensors, if nothing else differs; whether that was enough.
 
         A serving loop plans every step with equal arguments. Then what was decided and checked
@@ -134,7 +134,7 @@ class BatchWrapper:
         plan = self._plan
         if plan is None or plan.kernel is None or not plan.is_made_from(arguments):
             return False
-        if not all(isinstance(t, torch.Tensor) for t in indices.values()):
+        if not all(map(torch.is_tensor, indices.values())):
             return False
         now = [signature(t) for t in indices.values()]
         if plan.live_held != [signature(t) for t in plan.live]:
@@ -148,8 +148,8 @@ class BatchWrapper:
                     return False
             self._set_indices(indices)
             plan.indices_held = now
-        plan.indices = dict(indices)
-        if counters(plan.options):
+        plan.indices = indices
+        if plan.counts:
             self.reset_stats()
         return True
 
@@ -161,12 +161,13 @@ class BatchWrapper:
             plan.live.append(self._workspace)
         self._load(plan)
         needs = {} if plan.kernel is None else self._needs(plan)
-        for name, size in counters(options).items():
+        plan.counts = counters(options)
+        for name, size in plan.counts.items():
             needs[name] = ((plan.batch_size, stats_heads, size), torch.int64)
         plan.buffers = self._buffers.reserve(needs, plan.device)
         self._plan = plan
         try:
-            if counters(options):
+            if plan.counts:
                 self.reset_stats()
             if plan.kernel is not None:
                 self._fill(plan)
@@ -203,7 +204,7 @@ class BatchWrapper:
             sm_scale_log2=options.scale(plan.variant.head_dim_qk) * math.log2(math.e),
             soft_cap=(options.logits_soft_cap or 0.0) / options.scale(plan.variant.head_dim_qk),
             sinks=0 if options.sinks is None else options.sinks.data_ptr(),
-            **{name: plan.buffers[name].data_ptr() for name in counters(options)},
+            **{name: plan.buffers[name].data_ptr() for name in plan.counts},
         )
         plan.live_held = [signature(t) for t in plan.live]
         placed = {n: self._on_device(n, t, plan) for n, t in plan.indices.items()}
@@ -247,16 +248,16 @@ class BatchWrapper:
             raise TypeError(f"return_lse is {return_lse!r}; expected True or False. Pass a bool.")
         check_lse_base(lse_base, lse is not None or return_lse)
         q, ours = inputs[0], []
-        shape = (q.shape[0], plan.num_qo_heads, plan.variant.head_dim_vo)
         if out is None:
+            shape = (q.shape[0], plan.num_qo_heads, plan.variant.head_dim_vo)
             out = torch.empty(shape, dtype=plan.options.o_dtype, device=q.device)
             ours.append("out")
         if lse is None and return_lse:
-            lse = torch.empty(shape[:2], dtype=torch.float32, device=q.device)
+            lse = q.new_empty((q.shape[0], plan.num_qo_heads), dtype=torch.float32)
             ours.append("lse")
         bound = None
         if plan.options.collect_bound:
-            bound = torch.empty(shape[:2], dtype=torch.float32, device=q.device)
+            bound = q.new_empty((q.shape[0], plan.num_qo_heads), dtype=torch.float32)
         # Tensor subclasses include those that stand for a tensor while something traces.
         if torch.compiler.is_compiling() or type(q) is not torch.Tensor or q.is_meta:
             torch.ops.flashskip.run(self._handle, inputs, out, lse, bound, lse_base, *scales)

@@ -13,7 +13,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from benchmarks import bars, machine, measure, report, result_file, rows, supervise
-from benchmarks.cases import DecodeCase, PrefillCase, chunk, prefill
+from benchmarks.cases import DecodeCase, PrefillCase, chunk, decode, prefill
 from benchmarks.check import check_output
 from benchmarks.contestant import NOT_ASKED, Contestant, Prepared, Unsupported
 from benchmarks.data import PREFILL_TILE, THRESHOLD, make_data
@@ -71,6 +71,13 @@ def test_data_has_the_share_that_was_asked_for(case):
         assert skipped == pytest.approx(share, abs=0.05 if share else 0)
         check = check_output(case, data, out.half(), skips=True, paged=True)
         assert check["error"] < check["tolerance"] < 0.005
+
+
+def test_uneven_heads_run_from_nothing_to_twice_the_share():
+    case = decode(3, 4096, 64, head_dim=64, num_kv_heads=4, uneven=True)
+    cold = make_data(case, 0.3, CPU).cold.float().mean(-1)
+    assert (cold == cold[0]).all()
+    assert cold[0].sort().values.tolist() == pytest.approx([0, 0.2, 0.4, 0.6], abs=0.01)
 
 
 @pytest.mark.parametrize("case", TINY, ids=lambda c: c.name)
