@@ -162,7 +162,7 @@ struct SegmentWalk {
     int head = item;  // of the strand
     s.unit = 0;
     for (; head >= p.strand_heads; head -= p.strand_heads) s.unit++;  // hardly ever: no division
-    s.kv_head = head * p.strands + (schedule.strand + s.request) % p.strands;
+    s.kv_head = head * p.strands + static_cast<uint32_t>(schedule.strand + s.request) % p.strands;
     s.offset = schedule.strand_begin + item_begin;
     s.begin = s.tiles.first + static_cast<int>(position - item_begin);
     s.end = s.tiles.first + static_cast<int>(min(static_cast<int64_t>(count), end - item_begin));

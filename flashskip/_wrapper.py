@@ -253,11 +253,12 @@ class BatchWrapper:
             out = torch.empty(shape, dtype=plan.options.o_dtype, device=q.device)
             ours.append("out")
         if lse is None and return_lse:
-            lse = q.new_empty((q.shape[0], plan.num_qo_heads), dtype=torch.float32)
+            lse = torch.empty((q.shape[0], plan.num_qo_heads), dtype=torch.float32, device=q.device)
             ours.append("lse")
         bound = None
         if plan.options.collect_bound:
-            bound = q.new_empty((q.shape[0], plan.num_qo_heads), dtype=torch.float32)
+            rows = (q.shape[0], plan.num_qo_heads)
+            bound = torch.empty(rows, dtype=torch.float32, device=q.device)
         # Tensor subclasses include those that stand for a tensor while something traces.
         if torch.compiler.is_compiling() or type(q) is not torch.Tensor or q.is_meta:
             torch.ops.flashskip.run(self._handle, inputs, out, lse, bound, lse_base, *scales)

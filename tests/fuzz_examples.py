@@ -177,7 +177,7 @@ def draw_rows(v: Variant, rng: random.Random) -> tuple[int, int]:
 
 def draw_decode(v: Variant, rng: random.Random, device: str, longest: int) -> Example:
     """A paged batch: pages shuffled, some shared or repeated, unused ones and free slots NaN."""
-    (group, q_len), kv_heads = draw_rows(v, rng), rng.randint(1, 2)
+    (group, q_len), kv_heads = draw_rows(v, rng), rng.choice((1, 1, 2, 2, 3, 8))
     page_size, layout, form = draw_pages(v, rng)
     kv_lens = [draw_length(rng, longest) for _ in range(rng.randint(0, 6))]
     if kv_lens and rng.random() < 0.3:

@@ -82,6 +82,7 @@ def test_prefill(case: str) -> None:
 DECODE: dict[str, dict[str, Any]] = {
     "split": {"heads": (8, 2), "kv_lens": (0, 1, 64, 1000, 0, 70_000, 129)},
     "two row units": {"heads": (71, 1), "kv_lens": (700, 5000, 1)},
+    "eight KV heads": {"heads": (32, 8), "kv_lens": (700, 0, 5000, 1)},
     "gathered": {"heads": (6, 2), "kv_lens": (700, 9000, 64), "page_size": 3, "head_dim": 64},
     "several tokens": {"heads": (8, 2), "kv_lens": (5, 64, 65, 129, 9000, 66), "q_len": 4},
     "window": {"heads": (4, 2), "kv_lens": (1, 300, 9000), "window_left": 500,

@@ -57,6 +57,14 @@ def test_any_group_size(group_size: int, page_size: int) -> None:
     check(make_paged(MIX, 2 * group_size, 2, 64, page_size), LAMBDA)
 
 
+@pytest.mark.variants(lambda group_size, q_len: [skipping(group_size, 64, q_len=q_len)])
+@pytest.mark.parametrize(("group_size", "q_len"), [(2, 1), (3, 4), (71, 1)])
+@pytest.mark.parametrize("num_kv_heads", [3, 5, 8, 12, 44])
+def test_strands_of_heads(num_kv_heads: int, group_size: int, q_len: int) -> None:
+    """On 132 CTAs: 3, 1, 4, 12 and 44 strands of 1, 5, 2, 1 and 1 heads, of one or two row units."""
+    check(make_paged(MIX, num_kv_heads * group_size, num_kv_heads, 64, q_len=q_len), LAMBDA)
+
+
 @pytest.mark.variants(lambda group_size: [variant(group_size), skipping(group_size)])
 @pytest.mark.parametrize("threshold", [None, LAMBDA])
 @pytest.mark.parametrize("group_size", [16, 40, 64])

@@ -125,6 +125,7 @@ def test_one_pass_tells_what_every_threshold_skips() -> None:
 DECODE = {
     "one row unit": {"heads": (8, 2), "kv_lens": (0, 1, 63, 64, 65, 1000, 0, 20_000, 129)},
     "two row units": {"heads": (71, 1), "kv_lens": (700, 5000, 1)},
+    "eight KV heads": {"heads": (32, 8), "kv_lens": (700, 0, 5000, 1)},
     "gathered": {"heads": (6, 2), "kv_lens": (700, 9000, 64), "page_size": 3},
     "several tokens": {"heads": (8, 2), "kv_lens": (5, 64, 65, 129, 9000, 66), "q_len": 4},
     "window": {"heads": (4, 2), "kv_lens": (1, 300, 9000), "head_dim": 64, "window_left": 500},
