@@ -61,7 +61,7 @@ def test_any_group_size(group_size: int, page_size: int) -> None:
 @pytest.mark.parametrize(("group_size", "q_len"), [(2, 1), (3, 4), (71, 1)])
 @pytest.mark.parametrize("num_kv_heads", [3, 5, 8, 12, 44])
 def test_strands_of_heads(num_kv_heads: int, group_size: int, q_len: int) -> None:
-    """On 132 CTAs: 3, 1, 4, 12 and 44 strands of 1, 5, 2, 1 and 1 heads, of one or two row units."""
+    """On 132 CTAs: 3, 1, 4, 12 and 44 strands of 1, 5, 2, 1 and 1 heads; one or two row units."""
     check(make_paged(MIX, num_kv_heads * group_size, num_kv_heads, 64, q_len=q_len), LAMBDA)
 
 
