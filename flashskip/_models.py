@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from .variant import DOMAINS, Variant, every
+from .variant import DOMAINS, Variant, every, unit_rows
 
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 LARGEST_BYTES = 1 << 24  # of a file that is read as text
@@ -39,18 +39,16 @@ class Model:
         """
         found = self._of_operation("prefill", arch, causal={self.causal})
         if self.causal:
-            rows = {self._rows(q_len) for q_len in _SEVERAL_TOKENS}
-            kv_dtypes: set[object] = {self.dtype, "e4m3"} if fp8_cache else {self.dtype}
-            for rows_found, causal in (({self._rows(1)}, False), (rows, True)):
-                found += self._of_operation(
-                    "decode", arch, rows=rows_found, causal={causal}, kv_dtype=kv_dtypes
-                )
+            group_size = self.num_qo_heads // self.num_kv_heads
+            for kv_dtype in (self.dtype, "e4m3") if fp8_cache else (self.dtype,):
+                for q_lens, causal in (((1,), False), (_SEVERAL_TOKENS, True)):
+                    rows: set[object] = {
+                        unit_rows(group_size * q_len, kv_dtype, self.head_dim) for q_len in q_lens
+                    }
+                    found += self._of_operation(
+                        "decode", arch, rows=rows, causal={causal}, kv_dtype={kv_dtype}
+                    )
         return found
-
-    def _rows(self, q_len: int) -> object:
-        """Query rows of a decode work item, as in `BatchDecodeWrapper`."""
-        group_size = self.num_qo_heads // self.num_kv_heads
-        return min(-(-group_size * q_len // 8) * 8, 64)
 
     def _of_operation(self, op: str, arch: str, **more: set[object]) -> list[Variant]:
         wanted: dict[str, set[object]] = {

@@ -33,7 +33,7 @@ from flashskip._scales import given_scales
 from flashskip._wrapper import BatchWrapper
 from flashskip.errors import UnsupportedVariant
 from flashskip.geometry import Geometry
-from flashskip.variant import Variant
+from flashskip.variant import Variant, most_rows, unit_rows
 
 
 class BatchDecodeWrapper(BatchWrapper):
@@ -130,11 +130,17 @@ class BatchDecodeWrapper(BatchWrapper):
         reach = check_page_table(indptr, indices, last_page_len, page_size)
         device = target_device(self._workspace, tensors)
         self._page_size, self._q_len_per_req = page_size, q_len_per_req
+        variant = self._variant(checked, head_dim, group_size)
+        several_units = group_size * q_len_per_req > most_rows(variant.kv_dtype, head_dim)
         plan = Plan(
             arguments=arguments,
             options=checked,
-            variant=self._variant(checked, head_dim, group_size),
-            geometry=Geometry.decode(group_size, window_left=checked.window_left),
+            variant=variant,
+            geometry=Geometry.decode(
+                group_size,
+                window_left=checked.window_left,
+                rows_per_vote=most_rows(variant.kv_dtype, head_dim) if several_units else 64,
+            ),
             device=device,
             batch_size=indptr.shape[0] - 1,
             num_qo_heads=num_qo_heads,
@@ -200,15 +206,16 @@ class BatchDecodeWrapper(BatchWrapper):
         return self._run([q, *cache], out, lse, return_lse, lse_base, scales)
 
     def _variant(self, options: PlanOptions, head_dim: int, group_size: int) -> Variant:
+        kv_dtype = dtype_name(options.kv_dtype)
         return Variant(
             op="decode",
             q_dtype=dtype_name(options.q_data_type),
-            kv_dtype=dtype_name(options.kv_dtype),
+            kv_dtype=kv_dtype,
             o_dtype=dtype_name(options.o_dtype),
             head_dim_qk=head_dim,
             head_dim_vo=head_dim,
             kv_path="paged_tma" if _maps.tma_pages(self._page_size) else "paged_gather",
-            rows=min(-(-group_size * self._q_len_per_req // 8) * 8, 64),
+            rows=unit_rows(group_size * self._q_len_per_req, kv_dtype, head_dim),
             causal=self._q_len_per_req > 1,
             window=options.window_left >= 0,
             soft_cap=bool(options.logits_soft_cap),

@@ -145,17 +145,17 @@ class Geometry(_Rules):
         )
 
     @classmethod
-    def decode(cls, group_size: int, *, window_left: int = -1) -> Geometry:
+    def decode(cls, group_size: int, *, window_left: int = -1, rows_per_vote: int = 64) -> Geometry:
         """Geometry of a decode kernel: the rows of one KV head, 64 keys, against the seed.
 
         The visiting order is without effect on decisions that are judged against the seed.
         """
         return cls(
             heads_per_vote=group_size,
-            rows_per_vote=64,
+            rows_per_vote=rows_per_vote,
             keys_per_vote=64,
             keys_per_load=64,
-            rows_per_block=64,
+            rows_per_block=rows_per_vote,
             order="ascending",
             judged_against="seed",
             causal=True,

@@ -136,11 +136,22 @@ _TAGS = {
 _UNTAGGED = ("op", "q_dtype", "kv_path", "skip", "order", "arch")
 
 
-def _most_rows(kv_dtype: str, head_dim_vo: int) -> int:
-    """Rows of a decode work item that fit the registers."""
+def most_rows(kv_dtype: str, head_dim_vo: int) -> int:
+    """Return how many query rows of a KV head a decode kernel takes together, at most.
+
+    Of 256 channels no more fit the registers; of others, no more decide together.
+    """
     if head_dim_vo < 256:
         return 64
     return 16 if kv_dtype == "e4m3" else 40
+
+
+def unit_rows(rows: int, kv_dtype: str, head_dim_vo: int) -> int:
+    """Return the `rows` of the decode kernel for so many query rows of a KV head.
+
+    What is more than it takes together is cut into units, each of which reads K and V.
+    """
+    return min(-(-rows // 8) * 8, most_rows(kv_dtype, head_dim_vo))
 
 
 # Channels of V that go with those of K.
@@ -151,7 +162,7 @@ _HEAD_DIM_VO = {64: 64, 96: 96, 128: 128, 192: 128, 256: 256}
 _RULES: tuple[tuple[str, Callable[..., bool]], ...] = (
     ("kv_dtype", lambda q_dtype, kv_dtype: kv_dtype in (q_dtype, "e4m3")),
     ("head_dim_vo", lambda head_dim_qk, head_dim_vo: head_dim_vo == _HEAD_DIM_VO[head_dim_qk]),
-    ("rows", lambda kv_dtype, head_dim_vo, rows: (rows or 0) <= _most_rows(kv_dtype, head_dim_vo)),
+    ("rows", lambda kv_dtype, head_dim_vo, rows: (rows or 0) <= most_rows(kv_dtype, head_dim_vo)),
     ("order", lambda op, skip, order: (order is not None) == (op == "prefill" and skip != "dense")),
     ("vote_kv", lambda skip, vote_kv: (vote_kv is not None) == (skip != "dense")),
     # What these keep does not fit the registers of a warpgroup beside gathered pages.

@@ -18,7 +18,7 @@ from paged import FP8, Paged, make_paged, to_pages
 from torch import Tensor
 
 import flashskip
-from flashskip.variant import Variant, every, matrix
+from flashskip.variant import Variant, every, matrix, unit_rows
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": FP8}
 EDGES = (0, 1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 385)
@@ -172,7 +172,9 @@ def draw_rows(v: Variant, rng: random.Random) -> tuple[int, int]:
     """Draw a GQA ratio and a number of query tokens that the kernel's rows are made for."""
     tokens = range(2, 9) if v.causal else (1,)
     pairs = [(group, n) for n in tokens for group in range(1, 73)]
-    return rng.choice([(g, n) for g, n in pairs if min(-(-g * n // 8) * 8, 64) == v.rows])
+    return rng.choice(
+        [(g, n) for g, n in pairs if unit_rows(g * n, v.kv_dtype, v.head_dim_vo) == v.rows]
+    )
 
 
 def draw_decode(v: Variant, rng: random.Random, device: str, longest: int) -> Example:

@@ -209,6 +209,8 @@ def test_a_model_reaches_every_option_of_its_shapes_and_nothing_else() -> None:
     assert {v.kv_dtype for v in variants} == {"fp16"}
     more = set(Model(32, 8, 128, "fp16").variants("sm_90a", fp8_cache=True)) - set(variants)
     assert {(v.op, v.kv_dtype) for v in more} == {("decode", "e4m3")}
+    wide = Model(48, 1, 256).variants("sm_90a", fp8_cache=True)
+    assert {(v.kv_dtype, v.rows) for v in wide if v.op == "decode"} == {("bf16", 40), ("e4m3", 16)}
 
 
 @pytest.mark.parametrize(

@@ -67,11 +67,15 @@ def test_head_dims_and_dtypes(
     check(fp8(MIX, 8, 2, head_dim, page_size, dtype), LAMBDA, o_data_type=o_dtype)
 
 
-@pytest.mark.variants(lambda group_size: [sparse(group_size), dense(group_size)])
+@pytest.mark.variants(
+    lambda group_size, head_dim: [sparse(group_size, head_dim), dense(group_size, head_dim)]
+)
 @pytest.mark.parametrize("threshold", [None, LAMBDA])
-@pytest.mark.parametrize("group_size", [1, 3, 16, 40, 71])
-def test_groups(group_size: int, threshold: float | None) -> None:
-    check(fp8(MIX, 2 * group_size, 2), threshold)
+@pytest.mark.parametrize(
+    ("group_size", "head_dim"), [(1, 128), (3, 128), (16, 128), (40, 128), (71, 128), (40, 256)]
+)
+def test_groups(group_size: int, head_dim: int, threshold: float | None) -> None:
+    check(fp8(MIX, 2 * group_size, 2, head_dim), threshold)
 
 
 @pytest.mark.variants(lambda page_size: [dense(4, 64, page_size), sparse(4, 64, page_size)])

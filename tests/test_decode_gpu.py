@@ -65,11 +65,16 @@ def test_strands_of_heads(num_kv_heads: int, group_size: int, q_len: int) -> Non
     check(make_paged(MIX, num_kv_heads * group_size, num_kv_heads, 64, q_len=q_len), LAMBDA)
 
 
-@pytest.mark.variants(lambda group_size: [variant(group_size), skipping(group_size)])
+@pytest.mark.variants(
+    lambda group_size, head_dim: [variant(group_size, head_dim), skipping(group_size, head_dim)]
+)
 @pytest.mark.parametrize("threshold", [None, LAMBDA])
-@pytest.mark.parametrize("group_size", [16, 40, 64])
-def test_many_rows_of_128_channels(group_size: int, threshold: float | None) -> None:
-    check(make_paged(MIX, group_size, 1), threshold)
+@pytest.mark.parametrize(
+    ("group_size", "head_dim"), [(16, 128), (40, 128), (64, 128), (48, 256), (80, 256), (130, 256)]
+)
+def test_many_rows(group_size: int, head_dim: int, threshold: float | None) -> None:
+    """Of 256 channels 40 rows are a unit: 2, 2 and 4 of them."""
+    check(make_paged(MIX, group_size, 1, head_dim), threshold)
 
 
 @pytest.mark.variants(

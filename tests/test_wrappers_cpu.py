@@ -240,3 +240,22 @@ def test_a_batch_of_no_requests_and_a_request_without_keys():
     assert (lse == -math.inf).all()
     wrapper.plan(_ints(0), _ints(0), 6, 2, 64, q_data_type=BF16)
     assert wrapper.run(q[:0], k, v).shape == (0, 6, 64)
+
+
+@pytest.mark.parametrize(
+    ("dim", "group_size", "q_len", "dtype", "rows"),
+    [
+        (128, 130, 1, BF16, (64, 64)),
+        (256, 40, 1, BF16, (40, 64)),
+        (256, 16, 3, BF16, (40, 40)),
+        (256, 17, 1, torch.float8_e4m3fn, (16, 16)),
+    ],
+)
+def test_rows_that_a_decode_kernel_cannot_take_together_decide_apart(
+    dim, group_size, q_len, dtype, rows
+):
+    wrapper = flashskip.BatchDecodeWrapper(torch.empty(0))
+    table = _ints(0, 1), _ints(0), _ints(16)
+    options = {"q_data_type": BF16, "kv_data_type": dtype, "q_len_per_req": q_len}
+    wrapper.plan(*table, group_size, 1, dim, 16, **options)
+    assert (wrapper.variant.rows, wrapper.geometry.rows_per_vote) == rows
