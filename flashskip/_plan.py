@@ -15,7 +15,7 @@ from flashskip import _kernels, reference
 from flashskip._buffers import Needs
 from flashskip._checks import BATCH_SIZE, check_vector, check_workspace
 from flashskip._jit.kernel import Kernel
-from flashskip._options import DTYPE_NAMES, FP8, LIVE, PlanOptions, refusal
+from flashskip._options import DTYPE_NAMES, LIVE, PlanOptions, refusal
 from flashskip.errors import UnsupportedDevice, UnsupportedVariant
 from flashskip.geometry import Geometry
 from flashskip.variant import Variant, alternatives, fault
@@ -108,23 +108,12 @@ class Plan:
         """
         if len(self.arguments) != len(arguments):
             return False
-        if all(map(is_, self.arguments, arguments)):  # the usual case, in a tenth of the time
+        if all(map(is_, self.arguments, arguments)):  # the usual case, and cheap
             return True
         return all(
             a is b or (type(a) is type(b) and not isinstance(a, torch.Tensor) and a == b)
             for a, b in zip(self.arguments, arguments, strict=True)
         )
-
-
-def prefill_options(options: dict[str, Any]) -> PlanOptions:
-    """Check options, also the one that prefill does not have."""
-    checked = PlanOptions(**options)
-    if checked.kv_dtype == FP8:
-        raise UnsupportedVariant(
-            f"kv_data_type is {FP8} in prefill; supported: {checked.q_data_type}, as q. Convert K "
-            "and V; decode attends to FP8 caches."
-        )
-    return checked
 
 
 def require_kernel(variant: Variant, device: torch.device) -> None:

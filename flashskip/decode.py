@@ -18,6 +18,7 @@ from flashskip._checks import (
     check_reach,
     check_tensor,
 )
+from flashskip._operation_options import decode_options
 from flashskip._options import PlanOptions, refusal, takes_plan_options
 from flashskip._paged import (
     PagedKV,
@@ -31,7 +32,6 @@ from flashskip._paged import (
 from flashskip._plan import NEW, SAME, Plan, dtype_name, target_device, warn_of_overflow
 from flashskip._scales import given_scales
 from flashskip._wrapper import BatchWrapper
-from flashskip.errors import UnsupportedVariant
 from flashskip.geometry import Geometry
 from flashskip.variant import Variant, most_rows, unit_rows
 
@@ -116,7 +116,7 @@ class BatchDecodeWrapper(BatchWrapper):
         arguments = (*shape, *options, *options.values())
         if self._replan(arguments, tensors):
             return
-        checked = _decode_options(options)
+        checked = decode_options(options)
         group_size = check_heads(num_qo_heads, num_kv_heads)
         check_count("head_dim", head_dim)
         check_count("page_size", page_size)
@@ -302,25 +302,3 @@ class BatchDecodeWrapper(BatchWrapper):
         )
         qo_indptr = torch.arange(len(indptr), dtype=torch.int32, device="cpu") * plan.q_len_per_req
         return q, k, v, qo_indptr, kv_indptr
-
-
-def _decode_options(options: dict[str, Any]) -> PlanOptions:
-    """Check options, also those that decode does not have."""
-    for name in ("causal", "order"):
-        if name in options:
-            raise refusal(
-                f"{name} is given to decode, where it has no effect",
-                "it in prefill only",
-                f"Drop {name}",
-            )
-    checked = PlanOptions(**options)
-    if checked.skip_criterion == "budget":
-        raise UnsupportedVariant(
-            "skip_criterion is 'budget' in decode, whose splits share no budget; supported: "
-            "'threshold', 'measure'. Pass a threshold, and collect_bound=True for a certificate."
-        )
-    if checked.vote_kv not in (None, 64):
-        raise UnsupportedVariant(
-            f"vote_kv is {checked.vote_kv} in decode; supported: None or 64. Drop vote_kv."
-        )
-    return checked

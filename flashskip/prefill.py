@@ -18,6 +18,7 @@ from flashskip._checks import (
     check_reach,
     check_tensor,
 )
+from flashskip._operation_options import prefill_options
 from flashskip._options import PlanOptions, refusal, takes_plan_options
 from flashskip._paged import (
     PagedKV,
@@ -28,14 +29,7 @@ from flashskip._paged import (
     kv_lengths,
     split_cache,
 )
-from flashskip._plan import (
-    NEW,
-    Plan,
-    dtype_name,
-    prefill_options,
-    target_device,
-    warn_of_overflow,
-)
+from flashskip._plan import NEW, Plan, dtype_name, target_device, warn_of_overflow
 from flashskip._tiles import prefill_tile
 from flashskip._wrapper import BatchWrapper
 from flashskip.geometry import SHORT_QO_LEN
