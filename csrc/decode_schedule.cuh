@@ -54,7 +54,7 @@ struct Schedule {
   int64_t window_begin;  // before request `window`, from which the share's first request is at most a slab away
   int window;
   int strand;
-  int items;  // of a request: KV heads times row units
+  int items;  // of a request in the strand: KV heads times row units
   int ctas;   // that have a share of the whole list
 
   FS_DEVICE int owner_of(int64_t tile) const { return static_cast<int>(quotient((tile + 1) * ctas - 1, total)); }
