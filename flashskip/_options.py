@@ -289,15 +289,15 @@ def takes_plan_options(method: F) -> F:
         )
         for f in fields(PlanOptions)
     ]
-    allowed = {p.name for p in listed}
-    named = allowed | set(signature.parameters)
+    names = [p.name for p in (*own[1:], *sorted(listed, key=lambda p: p.name))]
+    named = {*names, *signature.parameters}
 
     @functools.wraps(method)
     def checked(*args: Any, **kwargs: Any) -> Any:
         if not kwargs.keys() <= named:
             raise TypeError(
                 f"{method.__qualname__}() got {min(kwargs.keys() - named)!r}; expected one of "
-                f"{', '.join(sorted(allowed))}. Check the spelling."
+                f"{', '.join(names)}. Check the spelling."
             )
         if "q_data_type" not in kwargs:
             raise TypeError(

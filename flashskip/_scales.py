@@ -49,7 +49,11 @@ def given_scales(
             )
         if not 0 < scale < math.inf:
             raise refusal(f"{name} is {scale}", "a finite number above 0", "Correct the value")
-    k, v = (s if isinstance(s, torch.Tensor) else None for s in (k_scale, v_scale))
+    # A tensor of one element is read where it is, whatever its dimensions.
+    k, v = (
+        (s if s.dim() else s.view(1)) if isinstance(s, torch.Tensor) else None
+        for s in (k_scale, v_scale)
+    )
     k_value, v_value = (
         float(s) if isinstance(s, (int, float)) else 1.0 for s in (k_scale, v_scale)
     )

@@ -23,9 +23,9 @@ def append_paged_kv_cache(
     """Write the newest tokens of every request into its pages.
 
     The page table describes the cache *after* the append: the last n tokens of each request are
-    written, where n is ``k.shape[0] / batch_size``. Works on any device, never waits for the GPU,
-    can be captured in a CUDA graph. Where requests share a page that is written, the result is
-    undefined.
+    written, where n is ``k.shape[0] / batch_size``; of a request without pages, none. Works on any
+    device, never waits for the GPU, can be captured in a CUDA graph. Where requests share a page
+    that is written, the result is undefined.
 
     Parameters
     ----------
@@ -34,8 +34,9 @@ def append_paged_kv_cache(
     paged_kv_cache : torch.Tensor or tuple of torch.Tensor
         One 5-D tensor ``[pages, 2, ...]`` or a pair (k, v) of 4-D tensors in the layout.
     paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len : torch.Tensor
-        int32 ``[batch_size + 1]``, ``[num_indices]``, ``[batch_size]``. Every request must hold at
-        least n tokens; this is checked for CPU tensors.
+        int32 ``[batch_size + 1]``, ``[num_indices]``, ``[batch_size]``. Every request with pages
+        must hold at least n tokens; this is checked for CPU tensors. On a GPU, of those that it
+        lacks the first ones are not written.
     kv_layout : {"NHD", "HND"}
         ``[pages, (2,) page_size, num_kv_heads, head_dim]``, or with the middle two swapped.
 
@@ -60,18 +61,17 @@ def append_paged_kv_cache(
             "the same multiple of batch_size in dimension 0",
             "Pass the same number of new tokens for each request",
         )
-    if batch_size == 0:
-        return
+    if 0 in (k.shape[0], paged_kv_indices.shape[0], caches[0].shape[0]):
+        return  # no tokens, or no request has pages
     page_size = caches[0].shape[1]
     new_tokens = k.shape[0] // batch_size
     pages = paged_kv_indptr[1:] - paged_kv_indptr[:-1]
-    kv_len = (pages - 1) * page_size + paged_kv_last_page_len
+    kv_len = torch.where(pages > 0, (pages - 1) * page_size + paged_kv_last_page_len, 0)
     if kv_len.device.type == "cpu":
         check_pages_contents(
             paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size, caches[0].shape[0]
         )
-        short = (kv_len < new_tokens) | (pages < 1)
-        if bool(short.any()):
+        if bool(((kv_len < new_tokens) & (pages > 0)).any()):
             raise refusal(
                 f"a request holds fewer than {new_tokens} tokens",
                 "a page table that includes the appended tokens",
@@ -80,10 +80,37 @@ def append_paged_kv_cache(
     first = (kv_len - new_tokens).unsqueeze(1)
     position = first + torch.arange(new_tokens, dtype=torch.int32, device=k.device)
     entry = paged_kv_indptr[:-1].unsqueeze(1) + position // page_size
-    page = paged_kv_indices[entry.flatten().long()].long()
-    slot = (position % page_size).flatten().long()
-    for cache, new in zip(caches, (k, v), strict=True):
-        cache[page, slot] = new
+    _write(caches, (k, v), paged_kv_indices, entry.flatten(), position.flatten())
+
+
+def _write(
+    caches: tuple[torch.Tensor, ...],
+    news: tuple[torch.Tensor, ...],
+    indices: torch.Tensor,
+    entry: torch.Tensor,
+    position: torch.Tensor,
+) -> None:
+    """Write tokens where an entry of the page table and a position say; none before position 0.
+
+    How many those are is not known here, where nothing waits for the GPU: each repeats another
+    token's write, of the same numbers to the same place, or what is there where no token counts.
+    """
+    counts = position >= 0
+    which = torch.where(
+        counts, torch.arange(len(counts), device=counts.device), counts.int().argmax()
+    )
+    page = indices[entry[which].clamp(0, len(indices) - 1).long()].long()
+    page = torch.where(counts[which], page, 0)
+    slot = (position[which] % caches[0].shape[1]).long()
+    for cache, new in zip(caches, news, strict=True):
+        bits = _INTEGERS[new.element_size()]  # torch selects from no 8-bit floats
+        there = cache.view(bits)
+        there[page, slot] = torch.where(
+            counts[which][:, None, None], new.detach().view(bits)[which], there[page, slot]
+        )
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _check_cache(cache: tuple[torch.Tensor, ...], kv_layout: str) -> tuple[torch.Tensor, ...]:

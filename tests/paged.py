@@ -63,7 +63,7 @@ class Paged:
 
     def _scale(self, name: str) -> float | Tensor:
         scale = self.scales.get(name, 1.0)
-        return scale.double()[:, None] if isinstance(scale, Tensor) else scale
+        return scale.double().view(-1, 1) if isinstance(scale, Tensor) else scale
 
     def place(self, request: int, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Page and slot of a request's keys."""

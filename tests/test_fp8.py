@@ -26,6 +26,7 @@ def fp8(**options: object) -> Paged:
         {},
         {"k_scale": 0.5},
         {"k_scale": torch.tensor([0.5, 1.5]), "v_scale": torch.tensor([3.0])},
+        {"k_scale": torch.tensor(0.5)},
     ],
 )
 def test_attention_is_that_of_the_scaled_cache(

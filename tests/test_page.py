@@ -31,6 +31,35 @@ def test_the_last_tokens_land_in_their_slots_and_nothing_else_changes(layout, as
     assert int((~cache.isnan()).sum()) == k.numel() + v.numel()
 
 
+def test_nothing_is_written_of_a_request_without_pages():
+    """The slots of a graph that no request fills: they have no pages, or all are of that kind."""
+    k, v = torch.randn(2, 6, 3, 8)
+    indptr = torch.tensor([0, 2, 2, 3], dtype=torch.int32)
+    last_page_len = torch.tensor([1, 3, 4], dtype=torch.int32)
+    cache = torch.full((6, 2, 4, 3, 8), float("nan"))
+    flashskip.append_paged_kv_cache(k, v, cache, indptr, _table()[1], last_page_len)
+    written = torch.full_like(cache, float("nan"))
+    kept = [0, 1, 4, 5]
+    flashskip.append_paged_kv_cache(k[kept], v[kept], written, *_table())
+    assert torch.equal(cache.nan_to_num(7), written.nan_to_num(7))
+    for indices in (_table()[1], _table()[1][:0]):
+        flashskip.append_paged_kv_cache(k, v, cache, indptr * 0, indices, last_page_len)
+        assert torch.equal(cache.nan_to_num(7), written.nan_to_num(7))
+
+
+def test_what_a_gpu_does_with_tokens_that_a_request_lacks(monkeypatch):
+    """There nothing is refused, since no content is read on the host: they are not written."""
+    monkeypatch.setattr("flashskip.page.check_pages_contents", lambda *_: None)
+    monkeypatch.setattr(torch.Tensor, "any", lambda *_: torch.tensor(False))
+    k, v = torch.randn(2, 12, 3, 8)  # six of each, of requests of 5 and 4 tokens
+    cache = torch.full((6, 2, 4, 3, 8), float("nan"))
+    flashskip.append_paged_kv_cache(k, v, cache, *_table())
+    for i, new in enumerate((k, v)):
+        assert torch.equal(torch.cat([cache[4, i], cache[1, i, :1]]), new[1:6])
+        assert torch.equal(cache[3, i], new[8:])
+    assert int((~cache.isnan()).sum()) == 2 * 9 * 3 * 8
+
+
 def test_a_request_shorter_than_what_is_appended_is_refused():
     k, v = torch.randn(2, 12, 3, 8)
     with pytest.raises(ValueError, match="fewer than 6 tokens"):
