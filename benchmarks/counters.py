@@ -40,6 +40,7 @@ _PERCENT = {  # of the peak, over the whole launch
     "issue": "smsp__issue_active.avg.pct_of_peak_sustained_active",
     "tensor": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
     "l2_hits": "lts__t_sector_hit_rate.pct",
+    "xu": "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active",  # exponentials
 }
 _TIME, _BYTES = "gpu__time_duration.sum", "dram__bytes.sum.per_second"
 _STALL, _PER_ISSUE = "smsp__average_warps_issue_stalled_", "_per_issue_active.ratio"
@@ -65,6 +66,7 @@ class Target(NamedTuple):
 
 _LONG, _SHORT = "decode-1x131072-page64", "decode-256x1024-page64"
 _8K, _32K = "prefill-1x8192-causal", "prefill-1x32768-causal"
+_16K = "prefill-1x16384-full"
 TARGETS = (
     *(Target(_LONG, share, skips) for share, skips in ((0.0, False), (0.0, True), (0.9, True))),
     *(Target(_SHORT, 0.0, skips) for skips in (False, True)),
@@ -72,9 +74,15 @@ TARGETS = (
     *(Target("decode-64x8192-page64-d64", *kernel) for kernel in ((0.0, False), (0.75, True))),
     Target("decode-64x8192-page64-d96", 0.0, False),
     *(Target("decode-64x16384-page64-fp8", *kernel) for kernel in ((0.0, False), (0.75, True))),
+    *(Target("decode-64x8192-page16", *k) for k in ((0.0, False), (0.0, True), (0.9, True))),
+    *(Target("decode-256x1024-page16", 0.0, skips) for skips in (False, True)),
+    Target("decode-1x131072-page16", 0.9, True),
     *(Target(case, 0.0, skips) for case in (_8K, _32K, f"{_8K}-d64") for skips in (False, True)),
     *(Target(f"{_8K}-{shape}", 0.0, False) for shape in ("d256", "d192/128", "page1")),
     *(Target("prefill-1x32768-full", 0.0, skips) for skips in (False, True)),
+    Target("prefill-1x8192-full", 0.0, False),
+    *(Target("prefill-4x4096-full", 0.0, skips) for skips in (False, True)),
+    *(Target(_16K, *k) for k in ((0.0, False), (0.0, True), (0.75, True), (0.9, True))),
     *(Target("prefill-chunk-512-on-131072", 0.0, skips) for skips in (False, True)),
     *(Target("prefill-mix16-causal", 0.0, skips) for skips in (False, True)),
 )
@@ -99,6 +107,7 @@ def read(targets: Sequence[Target]) -> list[dict[str, Any]]:
     """Launch the targets under the profiler and return their counters."""
     profiler = ["ncu", "--clock-control", "none", "-k", "regex:flashskip", "--print-units", "base"]
     profiler += [word for section in _SECTIONS for word in ("--section", section)]
+    profiler += ["--metrics", _PERCENT["xu"]]
     program = [sys.executable, "-m", "benchmarks.counters", "launch", *map(str, targets)]
     command = [*profiler, "--csv", "--page", "raw", *program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
@@ -133,7 +142,7 @@ def _record(row: dict[str, str]) -> dict[str, Any]:
         "kernel": row["Kernel Name"],
         "us": number(_TIME) / 1e3,
         "dram_gbps": number(_BYTES) / 1e9,
-        **{name: number(metric) for name, metric in _PERCENT.items()},
+        **{name: number(metric) for name, metric in _PERCENT.items() if metric in row},
         "warps": {name: round(100 * waits[name] / total, 1) for name in longest},
     }
 
@@ -154,13 +163,15 @@ def run(path: Path, targets: Sequence[Target], commit: str) -> None:
 
 def table(results: dict[str, Any], only: str) -> str:
     """Return a Markdown table of the entries whose target holds the text `only`."""
-    header = ["launch", "µs", "DRAM, GB/s (of peak)", "L2 hits", "issue slots", "tensor pipe"]
+    header = ["launch", "µs", "DRAM, GB/s (of peak)", "L2", "L2 hits", "issue slots"]
+    header += ["tensor pipe", "special functions"]
     body = []
     for e in results["counters"]:
         if only in e["target"]:
             waits = ", ".join(f"{k.replace('_', ' ')} {v:.0f} %" for k, v in e["warps"].items())
             memory = f"{e['dram_gbps']:.0f} ({e['dram']:.0f} %)"
-            percents = [f"{e[name]:.0f} %" for name in ("l2_hits", "issue", "tensor")]
+            shown = [e.get(name) for name in ("l2", "l2_hits", "issue", "tensor", "xu")]
+            percents = ["–" if share is None else f"{share:.0f} %" for share in shown]
             body.append([e["target"], f"{e['us']:.1f}", memory, *percents, waits])
     return pages.table([*header, "warps"], body)
 
