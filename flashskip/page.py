@@ -7,7 +7,7 @@ import torch
 from flashskip._checks import check_indptr, check_pages_contents, check_vector
 from flashskip._options import check_choice, refusal
 from flashskip._outputs import check_no_self_overlap
-from flashskip._paged import cache_tensors, split_cache
+from flashskip._paged import cache_tensors, kv_lengths, split_cache
 
 
 def append_paged_kv_cache(
@@ -65,13 +65,12 @@ def append_paged_kv_cache(
         return  # no tokens, or no request has pages
     page_size = caches[0].shape[1]
     new_tokens = k.shape[0] // batch_size
-    pages = paged_kv_indptr[1:] - paged_kv_indptr[:-1]
-    kv_len = torch.where(pages > 0, (pages - 1) * page_size + paged_kv_last_page_len, 0)
+    kv_len = kv_lengths(paged_kv_indptr, paged_kv_last_page_len, page_size)
     if kv_len.device.type == "cpu":
         check_pages_contents(
             paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size, caches[0].shape[0]
         )
-        if bool(((kv_len < new_tokens) & (pages > 0)).any()):
+        if bool(((kv_len > 0) & (kv_len < new_tokens)).any()):
             raise refusal(
                 f"a request holds fewer than {new_tokens} tokens",
                 "a page table that includes the appended tokens",
@@ -100,13 +99,14 @@ def _write(
         counts, torch.arange(len(counts), device=counts.device), counts.int().argmax()
     )
     page = indices[entry[which].clamp(0, len(indices) - 1).long()].long()
-    page = torch.where(counts[which], page, 0)
+    any_counts = counts[which]  # of those that are written, all or none do
+    page = torch.where(any_counts, page, 0)
     slot = (position[which] % caches[0].shape[1]).long()
     for cache, new in zip(caches, news, strict=True):
         bits = _INTEGERS[new.element_size()]  # torch selects from no 8-bit floats
         there = cache.view(bits)
         there[page, slot] = torch.where(
-            counts[which][:, None, None], new.detach().view(bits)[which], there[page, slot]
+            any_counts[:, None, None], new.detach().view(bits)[which], there[page, slot]
         )
 
 
