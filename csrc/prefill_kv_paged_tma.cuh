@@ -1,6 +1,7 @@
 // Where prefill finds K and V: pages, a load tile by copies of boxes (rows of one page, 64 columns), a lane each.
 #pragma once
 #include "page_table.cuh"
+#include "pair.cuh"
 #include "prefill_schedule.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
@@ -46,10 +47,10 @@ struct KvLoader {
     next_page = fetch(work, next_tile);
   }
 
-  // Boxes and chunks are dealt to the warps in turn.
-  template <int COLUMNS, int FIRST_COLUMN, class Wait>
+  // Boxes and chunks are dealt to the warps in turn; those of a warp to the CTAs of a pair, if they copy for both.
+  template <int COLUMNS, int FIRST_COLUMN, class Wait, class Meet>
   FS_DEVICE void load(const WorkItem&, const TensorMap* map, int tile, const void* stage, uint64_t& loaded,
-                      const Wait& until_released) const {
+                      const Copies& copies, const Wait& until_released, const Meet& meet) const {
     constexpr int CHUNKS = num_chunks(COLUMNS);
     static_assert(TILE_KV / 8 * CHUNKS <= 32 * LOADER_WARPS, "a lane has one box at most");
     const PageBoxes<TILE_KV> boxes = this->boxes();
@@ -65,8 +66,12 @@ struct KvLoader {
       mbarrier_arrive_expect_tx(shared_address(&loaded), (mine << boxes.log2_rows) * CHUNK_ROW_BYTES);
     }
     __syncwarp();  // the bytes are announced before any can arrive
-    if (box >= boxes.count) return;
-    tma_load_4d(to, map, shared_address(&loaded), policy, FIRST_COLUMN + chunk * CHUNK_COLUMNS, token, kv_head,
-                page_of_box);
+    meet();
+    if (box >= boxes.count || !copies.have(threadIdx.x % 32)) return;
+    const auto load = [&](auto copy) {
+      copy(to, map, shared_address(&loaded), policy, FIRST_COLUMN + chunk * CHUNK_COLUMNS, token, kv_head, page_of_box);
+    };
+    if (copies.for_both) load(tma_load_4d_for_both);
+    else load(tma_load_4d);
   }
 };

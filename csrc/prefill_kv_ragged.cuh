@@ -26,13 +26,14 @@ struct KvLoader {
 
   FS_DEVICE void advance(const WorkItem&, int) {}
 
-  template <int COLUMNS, int FIRST_COLUMN, class Wait>
+  template <int COLUMNS, int FIRST_COLUMN, class Wait, class Meet>
   FS_DEVICE void load(const WorkItem&, const TensorMap* map, int tile, const void* stage, uint64_t& loaded,
-                      const Wait& until_released) const {
+                      const Copies& copies, const Wait& until_released, const Meet& meet) const {
     until_released();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive_expect_tx(shared_address(&loaded), tile_bytes(TILE_KV, COLUMNS));
+    meet();
     if (threadIdx.x % 32 != 0) return;
-    mbarrier_arrive_expect_tx(shared_address(&loaded), tile_bytes(TILE_KV, COLUMNS));
     load_rows<COLUMNS, FIRST_COLUMN>(stage, map, loaded, createpolicy_evict_last(), TILE_KV,
-                                     tile * TILE_KV - kv_len, kv_head, end_kv);
+                                     tile * TILE_KV - kv_len, kv_head, end_kv, copies);
   }
 };

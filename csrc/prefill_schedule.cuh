@@ -4,11 +4,18 @@
 #include "division.cuh"
 #include "work_item.cuh"
 
-// Which items of the global order are cut, and into how many pieces. In shared memory: the scheduling warp has few
-// registers.
+// What the scheduling warp has no registers for, in shared memory: which items of the global order are cut, and into how
+// many pieces.
 struct Cut {
   uint32_t whole_items;  // the first ones are not
   uint32_t key_pieces, unit_pieces;
+};
+
+// The request that the last claimed item lies in.
+struct Place {
+  uint32_t first_item, end_item;  // its items' numbers
+  uint32_t first_whole;           // number of the first one if none were cut
+  int request;
 };
 
 constexpr int PIECES_PER_CTA = 2;  // at most: what the workspace holds
@@ -31,14 +38,12 @@ struct Scheduler {
   static constexpr int NONE = -(1 << 30);    // below every diagonal
 
   uint32_t claimed = blockIdx.x;  // in lane 0: this CTA's next turn; the first one needs no counter
-  uint32_t first_item = 0;        // number of items before `request`
-  uint32_t end_item = 0;          // and to its end
-  uint32_t first_whole = 0;       // number of items before it if none were cut
-  int request = 0;                // items are claimed in ascending order, so the search never goes back
   Cut& cut;
+  Place& place;
 
   template <class Params>
-  FS_DEVICE Scheduler(const Params& p, Cut& cut) : cut(cut) {
+  FS_DEVICE Scheduler(const Params& p, Cut& cut, Place& place) : cut(cut), place(place) {
+    set_place({0, 0, 0, 0});
     set_cut({~0u, 1, 1});
     if ((CAUSAL && !SHORTS) || p.batch_size > MOST_COUNTED) return;
     uint32_t items = 0, longest = 0;
@@ -64,6 +69,11 @@ struct Scheduler {
 
   FS_DEVICE void set_cut(const Cut& chosen) {
     if (threadIdx.x % 32 == 0) cut = chosen;
+    __syncwarp();
+  }
+
+  FS_DEVICE void set_place(const Place& found) {
+    if (threadIdx.x % 32 == 0) place = found;
     __syncwarp();
   }
 
@@ -102,11 +112,11 @@ struct Scheduler {
   template <class Params>
   FS_DEVICE bool next(const Params& p, WorkItem& work, int window_left) {
     const uint32_t item = __shfl_sync(~0u, claimed, 0);
-    if (item >= end_item && !find_request(p, item)) {
+    if (item >= place.end_item && !find_request(p, item)) {
       work.request = NO_REQUEST;
       return false;
     }
-    const bool is_new = work.request != request;
+    const bool is_new = work.request != place.request;
     __syncwarp();
     if (is_new) describe_request(p, work);
     __syncwarp();
@@ -116,17 +126,19 @@ struct Scheduler {
     return is_new;
   }
 
-  // Claims the next turn. The counter takes about a microsecond to answer.
+  // Claims the next `count` turns. The counter takes about a microsecond to answer.
   template <class Params>
-  FS_DEVICE void claim(const Params& p) {
-    if (threadIdx.x % 32 == 0) claimed = atomicAdd(p.work_counter, 1) + gridDim.x;
+  FS_DEVICE void claim(const Params& p, uint32_t count) {
+    if (threadIdx.x % 32 == 0) claimed = atomicAdd(p.work_counter, count) + gridDim.x;
   }
 
-  // Moves to the request that `item` lies in, 32 requests at a time.
+  // Moves to the request that `item` lies in, 32 requests at a time. Items are claimed in ascending order, so the search
+  // never goes back.
   template <class Params>
   FS_DEVICE bool find_request(const Params& p, uint32_t item) {
-    for (; request < p.batch_size; request += 32) {
-      const int candidate = request + threadIdx.x % 32;
+    Place at = place;
+    for (; at.request < p.batch_size; at.request += 32) {
+      const int candidate = at.request + threadIdx.x % 32;
       uint32_t whole = 0, pieces = 1;
       if (candidate < p.batch_size) {
         Lengths lengths = {qo_len_of(p, candidate), 0};
@@ -135,23 +147,21 @@ struct Scheduler {
         whole = d.items();
         pieces = num_pieces(d.is_short, lengths.seen(p));
       }
-      const uint32_t end_whole = first_whole + sum_up_to_lane(whole);
+      const uint32_t end_whole = at.first_whole + sum_up_to_lane(whole);
       uint32_t end = end_whole, items = whole;
       if (cut.whole_items != ~0u) {
         items = pieces * whole - (pieces - 1) * num_whole(end_whole - whole, whole);
-        end = first_item + sum_up_to_lane(items);
+        end = at.first_item + sum_up_to_lane(items);
       }
       const uint32_t holders = __ballot_sync(~0u, item < end);
       if (holders) {
         const int lane = __ffs(holders) - 1;
-        first_item = __shfl_sync(~0u, end - items, lane);
-        end_item = __shfl_sync(~0u, end, lane);
-        first_whole = __shfl_sync(~0u, end_whole - whole, lane);
-        request += lane;
+        if (threadIdx.x % 32 == lane) place = {end - items, end, end_whole - whole, candidate};
+        __syncwarp();
         return true;
       }
-      first_item = __shfl_sync(~0u, end, 31);
-      first_whole = __shfl_sync(~0u, end_whole, 31);
+      at.first_item = __shfl_sync(~0u, end, 31);
+      at.first_whole = __shfl_sync(~0u, end_whole, 31);
     }
     return false;
   }
@@ -196,6 +206,7 @@ struct Scheduler {
   // The steps know of each other what is in shared memory: registers are few.
   template <class Params>
   FS_DEVICE void describe_request(const Params& p, WorkItem& work) const {
+    const int request = place.request;
     const Span qo(p.qo_indptr, request, p.nnz_qo);
     work.request = request;
     work.first_token = qo.first;
@@ -213,8 +224,8 @@ struct Scheduler {
   template <class Params>
   FS_DEVICE void describe_piece(const Params& p, uint32_t item, WorkItem& work) const {
     const Division d(p, work.qo_len, work.is_short, UNITS);
-    const uint32_t uncut = num_whole(first_whole, d.items());
-    uint32_t index = item - first_item, piece = 0, pieces = 1;
+    const uint32_t uncut = num_whole(place.first_whole, d.items());
+    uint32_t index = item - place.first_item, piece = 0, pieces = 1;
     if (index >= uncut) {
       pieces = num_pieces(work.is_short, Lengths{work.qo_len, work.kv_len}.seen(p));
       piece = (index - uncut) % pieces;

@@ -199,6 +199,13 @@ def geometry_for(v: Variant, group_size: int, window_left: int, seeded: bool) ->
     )
 
 
+def grid_for(v: Variant, multiprocessors: int) -> int:
+    """Return the CTAs of a launch: one for each multiprocessor, or as many as make pairs."""
+    tile = tile_for(v)
+    in_pairs = isinstance(tile, PrefillTile) and tile.pairs(v)
+    return max(multiprocessors // 2, 1) * 2 if in_pairs else multiprocessors
+
+
 def merged_units(v: Variant, grid: int) -> int:
     """Return how many states of units the pieces of a prefill leave at most; 0 if it has none."""
     tile = tile_for(v)

@@ -78,6 +78,11 @@ class PrefillTile:
         """Threads of a CTA."""
         return WARPGROUP * self.consumer_warpgroups + 32 * self.producer_warps
 
+    @staticmethod
+    def pairs(v: Variant) -> bool:
+        """Whether CTAs are launched in pairs, which share tiles that the copy engine loads."""
+        return v.kv_path != "paged_gather"
+
     def votes(self, v: Variant) -> int:
         """Decisions of a warpgroup per load tile; a dense kernel counts as one."""
         return self.tile_kv // (v.vote_kv or self.tile_kv)
@@ -100,12 +105,13 @@ class PrefillTile:
         qk, vo = _round_up(v.head_dim_qk, CHUNK), _round_up(v.head_dim_vo, CHUNK)
         q = self.tile_q * qk * 2
         kv = self.tile_kv * 2 * (self.k_stages * qk // self.k_parts + self.v_stages * vo)
-        work = 2 * 208 + 12
+        work = 2 * 224 + 12 + 16
+        pair = 48 + 8 * (self.k_stages + self.v_stages) if self.pairs(v) else 0
         seeds = 4 * self.tile_q if v.skip in ("threshold", "measure") else 0
         is_last = 4 * self.consumer_warpgroups if v.skip != "budget" else 0
         ballots = 16 * self.consumer_warpgroups
         barriers = 1 + 2 * (2 + self.consumer_warpgroups + self.k_stages + self.v_stages)
-        rest = _round_up(work + seeds + is_last + ballots, 8) + 8 * barriers
+        rest = _round_up(pair + work + seeds + is_last + ballots, 8) + 8 * barriers
         return q + kv + _round_up(rest, 16)
 
 

@@ -182,7 +182,7 @@ class BatchWrapper:
         require_kernel(plan.variant, plan.device)
         plan.kernel = _kernels.kernel_for(plan.variant)
         plan.kernel.prepare(plan.device.index)
-        plan.grid = multiprocessors(plan.device.index)
+        plan.grid = _kernels.grid_for(plan.variant, multiprocessors(plan.device.index))
         plan.params, plan.params_pointer = _kernels.new_record(plan.variant)
 
     def _needs(self, plan: Plan) -> Needs:

@@ -41,7 +41,7 @@ DECODE = {
     "giving V back": "if (threadIdx.x % 32 == 0) mbarrier_arrive(at(shared.v_released[ring.",
 }
 PREFILL = {
-    "claiming an item": "scheduler.claim(p);",
+    "claiming an item": "load_q(p, shared, work, item % 2);",
     "filling a stage": "loader.template load<COLUMNS, FIRST_COLUMN>(",
     "multiplying": "wait_for_k(shared, k);\n      if (first_key",
     "voting": "if (threadIdx.x % 32 == 0) st_shared_volatile_u8(voter.own",

@@ -44,6 +44,25 @@ FS_DEVICE void tma_load_5d(uint32_t dst, const TensorMap* map, uint32_t barrier,
       : "memory");
 }
 
+// The same into the same places of both CTAs of a cluster, and at both barriers.
+FS_DEVICE void tma_load_4d_for_both(uint32_t dst, const TensorMap* map, uint32_t barrier, uint64_t policy, int c0, int c1,
+                                    int c2, int c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2], %8, %7;" ::"r"(dst),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(policy), "h"(static_cast<uint16_t>(3))
+      : "memory");
+}
+
+FS_DEVICE void tma_load_5d_for_both(uint32_t dst, const TensorMap* map, uint32_t barrier, uint64_t policy, int c0, int c1,
+                                    int c2, int c3, int c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %9, %8;" ::"r"(dst),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "l"(policy), "h"(static_cast<uint16_t>(3))
+      : "memory");
+}
+
 // Copies 16 bytes, or writes 16 zero bytes when `valid` is false.
 FS_DEVICE void cp_async_16(uint32_t dst, const void* src, bool valid, uint64_t policy) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(dst), "l"(src),

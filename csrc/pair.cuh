@@ -1,0 +1,100 @@
+// Two CTAs of a cluster that attend for two heads to the same keys: each tile is copied once for both.
+// They claim neighbouring items together, tell each other what theirs is of, and share tiles where that is the same.
+// Then they visit the same tiles in the same order; rings stand at the same stage in both at the begin of each item.
+#pragma once
+#include "pipeline.cuh"
+#include "ptx/cluster.cuh"
+#include "work_item.cuh"
+
+constexpr int PAIR = 2;
+
+FS_DEVICE uint32_t rank_in_pair() { return blockIdx.x % PAIR; }
+FS_DEVICE uint32_t at_other(uint32_t address) { return shared_of_rank(address, rank_in_pair() ^ 1); }
+
+// What the two schedulers tell each other. In shared memory.
+struct PairTalk {
+  uint4 other;         // what the other's item is of
+  uint32_t next_item;  // of the second CTA, from the first
+  uint64_t told, claimed, wanted;
+
+  FS_DEVICE void initialise() {
+    for (uint64_t* barrier : {&told, &claimed, &wanted}) mbarrier_init(shared_address(barrier), 1);
+  }
+};
+
+// A scheduler's side of the talk. The first CTA claims for both, when both want their next items; the second one is done
+// before the first one or with it, as its numbers are higher. What is stored to a CTA is always waited for there.
+template <class Params>
+struct PairScheduler {
+  const Params& p;
+  PairTalk& talk;
+
+  FS_DEVICE static bool is_first() { return rank_in_pair() == 0; }
+
+  // Else each CTA claims for itself: heads side by side are mostly of other keys.
+  FS_DEVICE bool pairs() const { return p.group_size % PAIR == 0; }
+
+  // Wants item number `turn` of this CTA; the first CTA also claims it, and the other's.
+  template <class Scheduler>
+  FS_DEVICE void claim(Scheduler& scheduler, uint32_t turn) const {
+    const bool lane_0 = threadIdx.x % 32 == 0;
+    if (!pairs()) {
+      scheduler.claim(p, 1);
+    } else if (!is_first()) {
+      if (lane_0) mbarrier_arrive_there(at_other(shared_address(&talk.wanted)));
+    } else {
+      const bool is_alone = static_cast<int>(ld_shared(shared_address(&talk.other.x))) < 0;
+      if (!is_alone) mbarrier_wait(shared_address(&talk.wanted), (turn - 1) % 2);
+      scheduler.claim(p, PAIR);
+      if (!is_alone && lane_0) {
+        st_async(at_other(shared_address(&talk.next_item)), scheduler.claimed + 1, at_other(shared_address(&talk.claimed)));
+      }
+    }
+  }
+
+  // Receives the number of the second CTA's item.
+  FS_DEVICE void receive(uint32_t& claimed, uint32_t turn) const {
+    if (!pairs() || is_first() || turn == 0) return;
+    if (threadIdx.x % 32 == 0) mbarrier_arrive_expect_tx(shared_address(&talk.claimed), sizeof(talk.next_item));
+    mbarrier_wait_cluster(shared_address(&talk.claimed), (turn - 1) % 2);
+    claimed = ld_shared(shared_address(&talk.next_item));
+  }
+
+  // Whether the other CTA's item is of the same keys; not where neither has one.
+  FS_DEVICE bool agree(const WorkItem& work, uint32_t turn) const {
+    if (!pairs()) return false;
+    const uint4 own = make_uint4(work.request, work.block, work.kv_head, work.piece);
+    if (threadIdx.x % 32 == 0) {
+      mbarrier_arrive_expect_tx(shared_address(&talk.told), sizeof(own));
+      st_async_v4(at_other(shared_address(&talk.other)), own, at_other(shared_address(&talk.told)));
+    }
+    mbarrier_wait_cluster(shared_address(&talk.told), turn % 2);
+    const uint4 other = ld_shared_v4(shared_address(&talk.other));
+    return work.request >= 0 && own.x == other.x && own.y == other.y && own.z == other.z && own.w == other.w;
+  }
+};
+
+// Which chunks of a tile this CTA copies: all, for itself, or every second one, for both.
+struct Copies {
+  bool for_both = false;
+  uint32_t first = 0;
+
+  FS_DEVICE bool have(uint32_t chunk) const { return !for_both || (chunk + first) % PAIR == 0; }
+};
+
+// Where both CTAs fill a stage in both. Each announces that its own is free and expects the bytes, and copies when the
+// other's does, too.
+template <int STAGES>
+struct Meetings {
+  uint64_t (&ready)[STAGES];  // at each the other's loading warps arrive
+  uint32_t parities = 0;      // of the next meetings, a bit each
+
+  FS_DEVICE explicit Meetings(uint64_t (&ready)[STAGES]) : ready(ready) {}
+
+  FS_DEVICE void meet(int stage) {
+    const uint32_t barrier = shared_address(&ready[stage]);
+    if (threadIdx.x % 32 == 0) mbarrier_arrive_there(at_other(barrier));
+    mbarrier_wait(barrier, parities >> stage & 1);
+    parities ^= 1u << stage;
+  }
+};
