@@ -1,4 +1,4 @@
-// Two CTAs of a cluster that attend for two heads to the same keys: each tile is copied once for both.
+// Two CTAs of a cluster that attend to the same keys, for two heads or two blocks of rows: tiles are copied for both.
 // They claim neighbouring items together, tell each other what theirs is of, and share tiles where that is the same.
 // Then they visit the same tiles in the same order; rings stand at the same stage in both at the begin of each item.
 #pragma once
@@ -14,25 +14,30 @@ FS_DEVICE uint32_t at_other(uint32_t address) { return shared_of_rank(address, r
 // What the two schedulers tell each other. In shared memory.
 struct PairTalk {
   uint4 other;         // what the other's item is of
-  uint32_t next_item;  // of the second CTA, from the first
+  uint32_t next_item;  // of the second CTA, from the first; in the first one, whether the second one has none any more
   uint64_t told, claimed, wanted;
 
   FS_DEVICE void initialise() {
+    next_item = 0;
     for (uint64_t* barrier : {&told, &claimed, &wanted}) mbarrier_init(shared_address(barrier), 1);
   }
 };
 
-// A scheduler's side of the talk. The first CTA claims for both, when both want their next items; the second one is done
-// before the first one or with it, as its numbers are higher. What is stored to a CTA is always waited for there.
-template <class Params>
+// A scheduler's side of the talk. The first CTA claims for both, when both want their next items. Its numbers are lower:
+// the second one has no item left before the first one or together with it, and then tells so and no more. What is sent
+// to a CTA is always waited for there, so nothing is under way when it ends.
+template <class Params, bool PAIRS_ROWS>
 struct PairScheduler {
   const Params& p;
   PairTalk& talk;
 
   FS_DEVICE static bool is_first() { return rank_in_pair() == 0; }
 
-  // Else each CTA claims for itself: heads side by side are mostly of other keys.
-  FS_DEVICE bool pairs() const { return p.group_size % PAIR == 0; }
+  // Else each CTA claims for itself: items side by side are mostly of other keys.
+  FS_DEVICE bool pairs() const { return PAIRS_ROWS || p.group_size % PAIR == 0; }
+
+  // The first CTA goes on without the second one.
+  FS_DEVICE bool is_alone() const { return is_first() && ld_shared(shared_address(&talk.next_item)) != 0; }
 
   // Wants item number `turn` of this CTA; the first CTA also claims it, and the other's.
   template <class Scheduler>
@@ -43,10 +48,11 @@ struct PairScheduler {
     } else if (!is_first()) {
       if (lane_0) mbarrier_arrive_there(at_other(shared_address(&talk.wanted)));
     } else {
-      const bool is_alone = static_cast<int>(ld_shared(shared_address(&talk.other.x))) < 0;
-      if (!is_alone) mbarrier_wait(shared_address(&talk.wanted), (turn - 1) % 2);
+      if (lane_0) talk.next_item = static_cast<int>(talk.other.x) < 0;
+      __syncwarp();
+      if (!is_alone()) mbarrier_wait(shared_address(&talk.wanted), (turn - 1) % 2);
       scheduler.claim(p, PAIR);
-      if (!is_alone && lane_0) {
+      if (lane_0 && !is_alone()) {
         st_async(at_other(shared_address(&talk.next_item)), scheduler.claimed + 1, at_other(shared_address(&talk.claimed)));
       }
     }
@@ -60,10 +66,11 @@ struct PairScheduler {
     claimed = ld_shared(shared_address(&talk.next_item));
   }
 
-  // Whether the other CTA's item is of the same keys; not where neither has one.
+  // Whether the other CTA's item is of the same tiles.
   FS_DEVICE bool agree(const WorkItem& work, uint32_t turn) const {
-    if (!pairs()) return false;
-    const uint4 own = make_uint4(work.request, work.block, work.kv_head, work.piece);
+    if (!pairs() || is_alone()) return false;
+    const int rows = PAIRS_ROWS && !work.is_short ? 0 : work.block;
+    const uint4 own = make_uint4(work.request, rows, work.kv_head, work.pieces << 8 | work.piece);
     if (threadIdx.x % 32 == 0) {
       mbarrier_arrive_expect_tx(shared_address(&talk.told), sizeof(own));
       st_async_v4(at_other(shared_address(&talk.other)), own, at_other(shared_address(&talk.told)));
@@ -83,7 +90,8 @@ struct Copies {
 };
 
 // Where both CTAs fill a stage in both. Each announces that its own is free and expects the bytes, and copies when the
-// other's does, too.
+// other's does, too. Between two meetings at a stage there is one at another stage, of K or V, to which the other CTA comes
+// only after it has seen the first: so `ready` is never two phases ahead.
 template <int STAGES>
 struct Meetings {
   uint64_t (&ready)[STAGES];  // at each the other's loading warps arrive

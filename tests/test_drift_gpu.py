@@ -66,10 +66,14 @@ PREFILLS: dict[str, tuple[int, int, dict[str, Any]]] = {
 
 
 def late(program: Program, before: str, warp: int) -> Program:
-    """Let one warp of four sleep before `before`, which stands in one place of all sources."""
+    """Let one warp of four sleep before `before`, which stands in one place of all sources.
+
+    In prefill only in every second CTA, of those that share what they load.
+    """
     texts = [program.source.text, *(text for _, text in program.source.headers)]
     assert sum(text.count(before) for text in texts) == 1, before
-    sleeping = f"if (threadIdx.x / 32 % 4 == {warp}) __nanosleep(3000);\n{before}"
+    ctas = f" && blockIdx.x % 2 == {warp}" if "flashskip_prefill" in program.symbol else ""
+    sleeping = f"if (threadIdx.x / 32 % 4 == {warp}{ctas}) __nanosleep(3000);\n{before}"
     text, *headers = (text.replace(before, sleeping) for text in texts)
     names = [name for name, _ in program.source.headers]
     source = Source(text, tuple(zip(names, headers, strict=True)))

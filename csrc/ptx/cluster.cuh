@@ -9,11 +9,13 @@ FS_DEVICE uint32_t shared_of_rank(uint32_t address, uint32_t rank) {
   return there;
 }
 
-FS_DEVICE void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+// All threads of all CTAs have come here. It orders nothing: a release would wait for every store to memory.
+FS_DEVICE void cluster_meet() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
-// Arrives at a barrier of another CTA.
+// Arrives at a barrier of another CTA. It releases this thread's own reads and writes in its CTA, which is what a stage
+// takes that is free; at cluster scope it would wait for every store to memory.
 FS_DEVICE void mbarrier_arrive_there(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
