@@ -99,6 +99,27 @@ def test_paged_is_ragged_bit_for_bit(head_dim: HeadDim, page_size: int) -> None:
 
 
 @pytest.mark.variants(
+    lambda causal: [variant(128, BF16, size, causal=causal) for size in (0, 3, 16)]
+)
+@pytest.mark.parametrize("causal", [True, False])
+def test_any_number_of_items(causal: bool) -> None:
+    """CTAs in pairs claim two at a time: the last one may be alone, or there is only one.
+
+    Gathered pages are attended to by CTAs on their own.
+    """
+    for requests, qo_len in ((1, 10), (2, 10), (3, 10), (132, 9), (133, 9), (3, 200), (5, 400)):
+        for heads in ((2, 1), (4, 2), (3, 3), (6, 3)):
+            lengths = (qo_len,) * requests, tuple(qo_len + 37 * i for i in range(requests))
+            batch = make_ragged(*lengths, *heads, 128)
+            alone = to_pages(batch, 3)
+            expected = run_pages(plan_pages(batch, alone, causal=causal), batch, alone)
+            pages = to_pages(batch, 16)
+            paged = run_pages(plan_pages(batch, pages, causal=causal), batch, pages)
+            for actual in (paged, attend(batch, causal=causal)):
+                assert all(map(torch.equal, actual, expected)), (requests, qo_len, heads)
+
+
+@pytest.mark.variants(
     lambda head_dim, page_size: [
         variant(head_dim, BF16, page_size, skip_softmax_threshold=0.1, collect_stats=True)
     ]

@@ -215,7 +215,10 @@ LARGER = {
     "flashskip/policy/config.py": (450, "every spelling of the options of one dataclass"),
     "templates/decode_sm90.cu.jinja": (820, "three warpgroups with programs of their own; FP8"),
     "templates/prefill_sm90.cu.jinja": (600, "seeds, score, vote and output of one pipeline"),
-    "csrc/prefill_schedule.cuh": (300, "one order of all items, its pieces, its pairs, and their description"),
+    "csrc/prefill_schedule.cuh": (
+        300,
+        "one order of all items, its pieces, its pairs, and their description",
+    ),
     "csrc/decode_schedule.cuh": (230, "stream-K: segments, their neighbours, and who merges"),
     "tests/test_policy_spellings.py": (610, "one case for each spelling of three engines"),
     "tests/test_cache.py": (680, "one case for each way a cache directory can be damaged"),
