@@ -66,7 +66,7 @@ struct PairScheduler {
     claimed = ld_shared(shared_address(&talk.next_item));
   }
 
-  // Whether the other CTA's item is of the same tiles.
+  // Whether the other CTA's item is of the same tiles. They are neighbours, so two pieces of one block differ in `piece`.
   FS_DEVICE bool agree(const WorkItem& work, uint32_t turn) const {
     if (!pairs() || is_alone()) return false;
     const int rows = PAIRS_ROWS && !work.is_short ? 0 : work.block;
@@ -91,7 +91,8 @@ struct Copies {
 
 // Where both CTAs fill a stage in both. Each announces that its own is free and expects the bytes, and copies when the
 // other's does, too. Between two meetings at a stage there is one at another stage, of K or V, to which the other CTA comes
-// only after it has seen the first: so `ready` is never two phases ahead.
+// only after it has seen the first: so `ready` is never two phases ahead. (Seeds take K alone, but short requests are not
+// paired: neighbours among their items are of other KV heads or blocks.)
 template <int STAGES>
 struct Meetings {
   uint64_t (&ready)[STAGES];  // at each the other's loading warps arrive

@@ -16,11 +16,15 @@ def check_count(name: str, value: object, least: int = 1) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} is {value!r}; expected an int. Pass a Python int.")
     if value < least:
-        raise refusal(
-            f"{name} is {value}",
-            f"at least {least}",
-            "Correct the value",
-        )
+        raise refusal(f"{name} is {value}", f"at least {least}", "Correct the value")
+
+
+def check_head_dim(name: str, value: object) -> None:
+    """Raise unless rows of so many elements can lie multiples of 16 bytes apart, as they must."""
+    check_count(name, value)
+    assert isinstance(value, int)
+    if value % 8 != 0:
+        raise refusal(f"{name} is {value}", "a multiple of 8", "Pad q, k and v with zeros")
 
 
 MOST_HEADS_OF_A_GROUP = 1024  # kernels divide rows by it through a rounded reciprocal

@@ -12,6 +12,7 @@ from flashskip import _cpu, _maps, reference
 from flashskip._buffers import Needs
 from flashskip._checks import (
     check_count,
+    check_head_dim,
     check_heads,
     check_indptr_contents,
     check_pages_contents,
@@ -118,7 +119,7 @@ class BatchDecodeWrapper(BatchWrapper):
             return
         checked = decode_options(options)
         group_size = check_heads(num_qo_heads, num_kv_heads)
-        check_count("head_dim", head_dim)
+        check_head_dim("head_dim", head_dim)
         check_count("page_size", page_size)
         check_count("q_len_per_req", q_len_per_req)
         if q_len_per_req > 8:

@@ -11,6 +11,7 @@ from flashskip import _cpu, _kernels, _maps, reference
 from flashskip._buffers import Needs
 from flashskip._checks import (
     check_count,
+    check_head_dim,
     check_heads,
     check_indptr,
     check_indptr_contents,
@@ -200,9 +201,9 @@ class BatchPrefillWrapper(BatchWrapper):
         """Adopt a plan of checked index tensors; `shape`: heads, head dims[, page size]."""
         num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size = (*shape, 0)[:5]
         check_heads(num_qo_heads, num_kv_heads)
-        check_count("head_dim_qk", head_dim_qk)
+        check_head_dim("head_dim_qk", head_dim_qk)
         head_dim_vo = head_dim_qk if head_dim_vo is None else head_dim_vo
-        check_count("head_dim_vo", head_dim_vo)
+        check_head_dim("head_dim_vo", head_dim_vo)
         device = target_device(self._workspace, indices)
         variant = self._variant(options, head_dim_qk, head_dim_vo, page_size)
         plan = Plan(

@@ -153,6 +153,7 @@ DECODE_PLANS = [
     ({"indices": _ints(0, 1)}, "indptr ends at 3; expected at most len.indices., 2"),
     ({"indices": _ints(0, -1, 2)}, r"indices\[1\] is -1; expected 0 or more"),
     ({"page_size": 0}, "page_size is 0; expected at least 1"),
+    ({"head_dim": 60}, "head_dim is 60; expected a multiple of 8"),
     ({"q_len_per_req": 9}, "q_len_per_req is 9; expected 1 to 8"),
     ({"causal": True}, "causal is given to decode, where it has no effect"),
     ({"order": "ascending", "skip_softmax_threshold": 0.1}, "order is given to decode"),
@@ -200,13 +201,11 @@ def test_check_indices_finds_what_plan_does_not_read():
         flashskip.check_indices(**table)
 
 
-def test_inputs_are_blamed_before_outputs():
-    dim = 60  # rows of 120 bytes
-    wrapper = flashskip.BatchPrefillWrapper(torch.empty(0))
-    wrapper.plan(_ints(0, 3), _ints(0, 5), 4, 2, dim, q_data_type=BF16)
-    q, k, v = torch.randn(3, 4, dim).to(BF16), *torch.randn(2, 5, 2, dim).to(BF16)
-    with pytest.raises(ValueError, match="q has stride 120 bytes in dimension 1"):
-        wrapper.run(q, k, v)
+def test_head_dims_whose_rows_cannot_lie_16_bytes_apart_are_refused():
+    for dims, message in (((60,), "head_dim_qk is 60"), ((64, 60), "head_dim_vo is 60")):
+        wrapper = flashskip.BatchPrefillWrapper(torch.empty(0))
+        with pytest.raises(ValueError, match=f"{message}; expected a multiple of 8"):
+            wrapper.plan(_ints(0, 3), _ints(0, 5), 4, 2, *dims, q_data_type=BF16)
 
 
 def test_decode_refuses_a_vote_that_it_does_not_have():
