@@ -66,18 +66,19 @@ struct PairScheduler {
     claimed = ld_shared(shared_address(&talk.next_item));
   }
 
-  // Whether the other CTA's item is of the same tiles. They are neighbours, so two pieces of one block differ in `piece`.
+  // Whether the other CTA's item is of the same tiles: all that have units are, of a KV head whose rows see the same.
   FS_DEVICE bool agree(const WorkItem& work, uint32_t turn) const {
     if (!pairs() || is_alone()) return false;
-    const int rows = PAIRS_ROWS && !work.is_short ? 0 : work.block;
-    const uint4 own = make_uint4(work.request, rows, work.kv_head, work.pieces << 8 | work.piece);
+    const uint4 own = PAIRS_ROWS ? make_uint4(work.request, work.kv_head, 0, work.order.end)
+                                 : make_uint4(work.request, work.kv_head, work.block, work.piece);
     if (threadIdx.x % 32 == 0) {
       mbarrier_arrive_expect_tx(shared_address(&talk.told), sizeof(own));
       st_async_v4(at_other(shared_address(&talk.other)), own, at_other(shared_address(&talk.told)));
     }
     mbarrier_wait_cluster(shared_address(&talk.told), turn % 2);
     const uint4 other = ld_shared_v4(shared_address(&talk.other));
-    return work.request >= 0 && own.x == other.x && own.y == other.y && own.z == other.z && own.w == other.w;
+    const bool same = own.x == other.x && own.y == other.y && own.z == other.z && own.w == other.w;
+    return work.request >= 0 && !work.is_short && same;
   }
 };
 
@@ -91,8 +92,8 @@ struct Copies {
 
 // Where both CTAs fill a stage in both. Each announces that its own is free and expects the bytes, and copies when the
 // other's does, too. Between two meetings at a stage there is one at another stage, of K or V, to which the other CTA comes
-// only after it has seen the first: so `ready` is never two phases ahead. (Seeds take K alone, but short requests are not
-// paired: neighbours among their items are of other KV heads or blocks.)
+// only after it has seen the first: so `ready` is never two phases ahead. (Seeds take K alone, but short requests, which
+// have them, are not paired.)
 template <int STAGES>
 struct Meetings {
   uint64_t (&ready)[STAGES];  // at each the other's loading warps arrive

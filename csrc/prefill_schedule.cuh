@@ -28,7 +28,7 @@ constexpr int PIECES_PER_CTA = 2;  // at most: what the workspace holds
 //   over the units   without a causal limit, where all items of a request cost the same: units vote alone, in the same
 //                    order
 // `Keys::keys_of` finds a request's keys; `SHORTS`: whether the kernel treats short requests as such; `PAIRS_ROWS`: whether
-// all rows of a head see the same, so that a pair of CTAs may take two blocks of one, where it has no two heads of a group.
+// all rows of a head see the same, so that a pair of CTAs may take two blocks of one.
 template <class Keys, int UNITS, int TILE_KV, bool CAUSAL, bool SHORTS, bool PAIRS_ROWS, int KV_HEAD_BYTES>
 struct Scheduler {
   static constexpr int L2_BYTES = 32 << 20;  // of keys and values in use at a time; the L2 holds 50 MB
@@ -248,7 +248,7 @@ struct Scheduler {
     }
     uint32_t row = index / sequences;  // of blocks
     uint32_t sequence = first_sequence + index - row * sequences;
-    if (PAIRS_ROWS && p.group_size % 2 != 0 && index < d.blocks / 2 * 2 * sequences) {  // rows side by side
+    if (PAIRS_ROWS && index < d.blocks / 2 * 2 * sequences) {  // two blocks of rows side by side
       row = index / (2 * sequences) * 2 + index % 2;
       sequence = first_sequence + index % (2 * sequences) / 2;
     }
