@@ -1,6 +1,8 @@
 // Two CTAs of a cluster that attend to the same keys, for two heads or two blocks of rows: tiles are copied for both.
-// They claim neighbouring items together, tell each other what theirs is of, and share tiles where that is the same.
-// Then they visit the same tiles in the same order; rings stand at the same stage in both at the begin of each item.
+// They claim neighbouring items together, tell each other what theirs is of, and share the tiles that both visit at the
+// same step. Rings stand at their first stages in both when such an item begins. Whoever has fewer tiles, because of the
+// causal limit, passes over turns first, so that both end together: then all tiles below the limits are the same, but for
+// those between which the sink tile comes.
 #pragma once
 #include "pipeline.cuh"
 #include "ptx/cluster.cuh"
@@ -26,24 +28,22 @@ struct PairTalk {
 // A scheduler's side of the talk. The first CTA claims for both, when both want their next items. Its numbers are lower:
 // the second one has no item left before the first one or together with it, and then tells so and no more. What is sent
 // to a CTA is always waited for there, so nothing is under way when it ends.
-template <class Params, bool PAIRS_ROWS>
 struct PairScheduler {
-  const Params& p;
+  static constexpr int LEAST_SHARED = 32;  // tiles for each one that the other CTA waits
+
   PairTalk& talk;
+  bool pairs;  // else each CTA claims for itself
 
   FS_DEVICE static bool is_first() { return rank_in_pair() == 0; }
-
-  // Else each CTA claims for itself: items side by side are mostly of other keys.
-  FS_DEVICE bool pairs() const { return PAIRS_ROWS || p.group_size % PAIR == 0; }
 
   // The first CTA goes on without the second one.
   FS_DEVICE bool is_alone() const { return is_first() && ld_shared(shared_address(&talk.next_item)) != 0; }
 
   // Wants item number `turn` of this CTA; the first CTA also claims it, and the other's.
-  template <class Scheduler>
-  FS_DEVICE void claim(Scheduler& scheduler, uint32_t turn) const {
+  template <class Params, class Scheduler>
+  FS_DEVICE void claim(const Params& p, Scheduler& scheduler, uint32_t turn) const {
     const bool lane_0 = threadIdx.x % 32 == 0;
-    if (!pairs()) {
+    if (!pairs) {
       scheduler.claim(p, 1);
     } else if (!is_first()) {
       if (lane_0) mbarrier_arrive_there(at_other(shared_address(&talk.wanted)));
@@ -60,27 +60,44 @@ struct PairScheduler {
 
   // Receives the number of the second CTA's item.
   FS_DEVICE void receive(uint32_t& claimed, uint32_t turn) const {
-    if (!pairs() || is_first() || turn == 0) return;
+    if (!pairs || is_first() || turn == 0) return;
     if (threadIdx.x % 32 == 0) mbarrier_arrive_expect_tx(shared_address(&talk.claimed), sizeof(talk.next_item));
     mbarrier_wait_cluster(shared_address(&talk.claimed), (turn - 1) % 2);
     claimed = ld_shared(shared_address(&talk.next_item));
   }
 
-  // Whether the other CTA's item is of the same tiles: all that have units are, of a KV head whose rows see the same.
-  FS_DEVICE bool agree(const WorkItem& work, uint32_t turn) const {
-    if (!pairs() || is_alone()) return false;
-    const uint4 own = PAIRS_ROWS ? make_uint4(work.request, work.kv_head, 0, work.order.end)
-                                 : make_uint4(work.request, work.kv_head, work.block, work.piece);
-    if (threadIdx.x % 32 == 0) {
-      mbarrier_arrive_expect_tx(shared_address(&talk.told), sizeof(own));
-      st_async_v4(at_other(shared_address(&talk.other)), own, at_other(shared_address(&talk.told)));
+  // Finds out whether this item and the other CTA's are to share tiles, and how far its rows are ahead. Where the causal
+  // limit lies differently, one has more tiles, and the other waits so many: it must be worth it.
+  FS_DEVICE void compare(WorkItem& work, uint32_t turn) const {
+    uint4 own = make_uint4(work.request, work.kv_head, work.order.end, work.order.cut), other = own;
+    const bool compares = pairs && !is_alone();
+    if (compares) {
+      if (threadIdx.x % 32 == 0) {
+        mbarrier_arrive_expect_tx(shared_address(&talk.told), sizeof(own));
+        st_async_v4(at_other(shared_address(&talk.other)), own, at_other(shared_address(&talk.told)));
+      }
+      mbarrier_wait_cluster(shared_address(&talk.told), turn % 2);
+      other = ld_shared_v4(shared_address(&talk.other));
     }
-    mbarrier_wait_cluster(shared_address(&talk.told), turn % 2);
-    const uint4 other = ld_shared_v4(shared_address(&talk.other));
-    const bool same = own.x == other.x && own.y == other.y && own.z == other.z && own.w == other.w;
-    return work.request >= 0 && !work.is_short && same;
+    const int lead = own.z - other.z, most = max(own.z, other.z);
+    const bool is_alike = work.request >= 0 && !work.is_short && own.x == other.x && own.y == other.y;
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
+      work.paired = compares && is_alike && most >= LEAST_SHARED * abs(lead);
+      work.lead = lead;
+      work.cut_of_other = other.w;
+    }
+    __syncwarp();
   }
 };
+
+// Turns of a ring until it is at its first stage; a turn takes `PARTS` stages.
+template <int PARTS = 1, int STAGES>
+FS_DEVICE int turns_to_first_stage(RingPosition<STAGES> ring) {
+  int turns = 0;
+  for (; ring.stage != 0; ring.advance(PARTS)) turns++;
+  return turns;
+}
 
 // Which chunks of a tile this CTA copies: all, for itself, or every second one, for both.
 struct Copies {
@@ -90,10 +107,15 @@ struct Copies {
   FS_DEVICE bool have(uint32_t chunk) const { return !for_both || (chunk + first) % PAIR == 0; }
 };
 
+// Of a CTA that fills its stages alone.
+struct NoMeeting {
+  FS_DEVICE void operator()() const {}
+};
+
 // Where both CTAs fill a stage in both. Each announces that its own is free and expects the bytes, and copies when the
-// other's does, too. Between two meetings at a stage there is one at another stage, of K or V, to which the other CTA comes
-// only after it has seen the first: so `ready` is never two phases ahead. (Seeds take K alone, but short requests, which
-// have them, are not paired.)
+// other's does, too. Meetings of K and of V alternate, and the other CTA comes to the next one only after this one has
+// seen the last: so `ready` is never two phases ahead. (Seeds take K alone, but short requests, which have them, do not
+// share.)
 template <int STAGES>
 struct Meetings {
   uint64_t (&ready)[STAGES];  // at each the other's loading warps arrive

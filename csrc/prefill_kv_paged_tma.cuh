@@ -48,9 +48,9 @@ struct KvLoader {
   }
 
   // Boxes and chunks are dealt to the warps in turn; those of a warp to the CTAs of a pair, if they copy for both.
-  template <int COLUMNS, int FIRST_COLUMN, class Wait, class Meet>
+  template <int COLUMNS, int FIRST_COLUMN, class Wait, class Meet = NoMeeting>
   FS_DEVICE void load(const WorkItem&, const TensorMap* map, int tile, const void* stage, uint64_t& loaded,
-                      const Copies& copies, const Wait& until_released, const Meet& meet) const {
+                      const Wait& until_released, const Copies& copies = {}, const Meet& meet = {}) const {
     constexpr int CHUNKS = num_chunks(COLUMNS);
     static_assert(TILE_KV / 8 * CHUNKS <= 32 * LOADER_WARPS, "a lane has one box at most");
     const PageBoxes<TILE_KV> boxes = this->boxes();

@@ -26,9 +26,9 @@ struct KvLoader {
 
   FS_DEVICE void advance(const WorkItem&, int) {}
 
-  template <int COLUMNS, int FIRST_COLUMN, class Wait, class Meet>
+  template <int COLUMNS, int FIRST_COLUMN, class Wait, class Meet = NoMeeting>
   FS_DEVICE void load(const WorkItem&, const TensorMap* map, int tile, const void* stage, uint64_t& loaded,
-                      const Copies& copies, const Wait& until_released, const Meet& meet) const {
+                      const Wait& until_released, const Copies& copies = {}, const Meet& meet = {}) const {
     until_released();
     if (threadIdx.x % 32 == 0) mbarrier_arrive_expect_tx(shared_address(&loaded), tile_bytes(TILE_KV, COLUMNS));
     meet();

@@ -81,7 +81,7 @@ class PrefillTile:
     @staticmethod
     def pairs(v: Variant) -> bool:
         """Whether CTAs are launched in pairs, which share tiles that the copy engine loads."""
-        return v.kv_path != "paged_gather"
+        return v.kv_path != "paged_gather" and not v.window
 
     def votes(self, v: Variant) -> int:
         """Decisions of a warpgroup per load tile; a dense kernel counts as one."""
