@@ -1,8 +1,6 @@
 // Two CTAs of a cluster that attend to the same keys, for two heads or two blocks of rows: tiles are copied for both.
-// They claim neighbouring items together, tell each other what theirs is of, and share the tiles that both visit at the
-// same step. Rings stand at their first stages in both when such an item begins. Whoever has fewer tiles, because of the
-// causal limit, passes over turns first, so that both end together: then all tiles below the limits are the same, but for
-// those between which the sink tile comes.
+// They claim neighbouring items together, tell each other what theirs is of, and share tiles where that is the same.
+// Then they visit the same tiles in the same order, and before that their rings have come to the first stage.
 #pragma once
 #include "pipeline.cuh"
 #include "ptx/cluster.cuh"
@@ -28,9 +26,8 @@ struct PairTalk {
 // A scheduler's side of the talk. The first CTA claims for both, when both want their next items. Its numbers are lower:
 // the second one has no item left before the first one or together with it, and then tells so and no more. What is sent
 // to a CTA is always waited for there, so nothing is under way when it ends.
+template <bool CAUSAL>
 struct PairScheduler {
-  static constexpr int LEAST_SHARED = 32;  // tiles for each one that the other CTA waits
-
   PairTalk& talk;
   bool pairs;  // else each CTA claims for itself
 
@@ -66,28 +63,18 @@ struct PairScheduler {
     claimed = ld_shared(shared_address(&talk.next_item));
   }
 
-  // Finds out whether this item and the other CTA's are to share tiles, and how far its rows are ahead. Where the causal
-  // limit lies differently, one has more tiles, and the other waits so many: it must be worth it.
-  FS_DEVICE void compare(WorkItem& work, uint32_t turn) const {
-    uint4 own = make_uint4(work.request, work.kv_head, work.order.end, work.order.cut), other = own;
-    const bool compares = pairs && !is_alone();
-    if (compares) {
-      if (threadIdx.x % 32 == 0) {
-        mbarrier_arrive_expect_tx(shared_address(&talk.told), sizeof(own));
-        st_async_v4(at_other(shared_address(&talk.other)), own, at_other(shared_address(&talk.told)));
-      }
-      mbarrier_wait_cluster(shared_address(&talk.told), turn % 2);
-      other = ld_shared_v4(shared_address(&talk.other));
-    }
-    const int lead = own.z - other.z, most = max(own.z, other.z);
-    const bool is_alike = work.request >= 0 && !work.is_short && own.x == other.x && own.y == other.y;
-    __syncwarp();
+  // Whether the other CTA's item is of the same tiles: without a causal limit all of a KV head are, that have units.
+  FS_DEVICE bool agree(const WorkItem& work, uint32_t turn) const {
+    if (!pairs || is_alone()) return false;
+    const uint4 own = make_uint4(work.request, work.kv_head, CAUSAL ? work.block : 0, work.order.end);
     if (threadIdx.x % 32 == 0) {
-      work.paired = compares && is_alike && most >= LEAST_SHARED * abs(lead);
-      work.lead = lead;
-      work.cut_of_other = other.w;
+      mbarrier_arrive_expect_tx(shared_address(&talk.told), sizeof(own));
+      st_async_v4(at_other(shared_address(&talk.other)), own, at_other(shared_address(&talk.told)));
     }
-    __syncwarp();
+    mbarrier_wait_cluster(shared_address(&talk.told), turn % 2);
+    const uint4 other = ld_shared_v4(shared_address(&talk.other));
+    const bool same = own.x == other.x && own.y == other.y && own.z == other.z && own.w == other.w;
+    return work.request >= 0 && !work.is_short && same;
   }
 };
 
@@ -113,9 +100,9 @@ struct NoMeeting {
 };
 
 // Where both CTAs fill a stage in both. Each announces that its own is free and expects the bytes, and copies when the
-// other's does, too. Meetings of K and of V alternate, and the other CTA comes to the next one only after this one has
-// seen the last: so `ready` is never two phases ahead. (Seeds take K alone, but short requests, which have them, do not
-// share.)
+// other's does, too. Between two meetings at a stage there is one at another stage, of K or V, to which the other CTA comes
+// only after it has seen the first: so `ready` is never two phases ahead. (Seeds take K alone, but short requests, which
+// have them, are not paired.)
 template <int STAGES>
 struct Meetings {
   uint64_t (&ready)[STAGES];  // at each the other's loading warps arrive

@@ -18,9 +18,6 @@ struct Place {
   int request;
 };
 
-// What two CTAs that share tiles take: the same rows of two heads, if there are two of a group, or two blocks of rows.
-enum class SideBySide { HEADS, HEADS_OR_ROWS, ROWS };
-
 constexpr int PIECES_PER_CTA = 2;  // at most: what the workspace holds
 
 // Hands out items in one global order: requests as they come; within one, sections of heads whose keys and values fit
@@ -30,8 +27,9 @@ constexpr int PIECES_PER_CTA = 2;  // at most: what the workspace holds
 //   over the keys    items of short requests, which are judged against seeds, if at all; pieces are merged
 //   over the units   without a causal limit, where all items of a request cost the same: units vote alone, in the same
 //                    order
-// `Keys::keys_of` finds a request's keys; `SHORTS`: whether the kernel treats short requests as such.
-template <class Keys, int UNITS, int TILE_KV, bool CAUSAL, bool SHORTS, SideBySide SIDE_BY_SIDE, int KV_HEAD_BYTES>
+// `Keys::keys_of` finds a request's keys; `SHORTS`: whether the kernel treats short requests as such; `PAIRS_ROWS`: whether
+// all rows of a head see the same, so that a pair of CTAs may take two blocks of one.
+template <class Keys, int UNITS, int TILE_KV, bool CAUSAL, bool SHORTS, bool PAIRS_ROWS, int KV_HEAD_BYTES>
 struct Scheduler {
   static constexpr int L2_BYTES = 32 << 20;  // of keys and values in use at a time; the L2 holds 50 MB
   static constexpr int MOST_COUNTED = 1024;  // requests: counting the items of more would take longer than it saves
@@ -250,19 +248,13 @@ struct Scheduler {
     }
     uint32_t row = index / sequences;  // of blocks
     uint32_t sequence = first_sequence + index - row * sequences;
-    if (takes_two_blocks(p) && index < d.blocks / 2 * 2 * sequences) {
+    if (PAIRS_ROWS && index < d.blocks / 2 * 2 * sequences) {  // two blocks of rows side by side
       row = index / (2 * sequences) * 2 + index % 2;
       sequence = first_sequence + index % (2 * sequences) / 2;
     }
     work.block = d.blocks - 1 - row;
     work.head = sequence * d.heads();
     work.kv_head = d.heads() == p.group_size ? sequence : sequence / p.group_size;
-  }
-
-  // Whether two items side by side are of two blocks of a sequence, else of two sequences.
-  template <class Params>
-  FS_DEVICE static bool takes_two_blocks(const Params& p) {
-    return SIDE_BY_SIDE == SideBySide::ROWS || (SIDE_BY_SIDE == SideBySide::HEADS_OR_ROWS && p.group_size % 2 != 0);
   }
 
   // A lane for each unit. What they see and in which order is worked out here, where nobody waits for it.

@@ -31,9 +31,7 @@ struct WorkItem {
   int piece, pieces;    // of the block's keys or units
   int key_pieces;       // of its keys
   int slot;             // of the first piece: where their states meet
-  int paired;           // shares tiles with the item of the other CTA of the pair
-  int lead;             // tiles more than the other's
-  int cut_of_other;     // its TileOrder::cut
+  int paired;           // the other CTA of the pair attends to the same tiles
   TileOrder order;      // of the item's tiles
   Visibility keys;      // of all units
   UnitRows units[MOST_UNITS];

@@ -80,8 +80,13 @@ class PrefillTile:
 
     @staticmethod
     def pairs(v: Variant) -> bool:
-        """Whether CTAs are launched in pairs, which share tiles that the copy engine loads."""
-        return v.kv_path != "paged_gather" and not v.window
+        """Whether CTAs are launched in pairs, which share tiles that the copy engine loads.
+
+        Each waits for the other, so both should have the same to do: two blocks of rows that see
+        the same keys, or else two heads of a group, if neither skips.
+        """
+        alike = not v.window and (not v.causal or v.skip == "dense")
+        return alike and v.kv_path != "paged_gather"
 
     def votes(self, v: Variant) -> int:
         """Decisions of a warpgroup per load tile; a dense kernel counts as one."""
@@ -105,7 +110,7 @@ class PrefillTile:
         qk, vo = _round_up(v.head_dim_qk, CHUNK), _round_up(v.head_dim_vo, CHUNK)
         q = self.tile_q * qk * 2
         kv = self.tile_kv * 2 * (self.k_stages * qk // self.k_parts + self.v_stages * vo)
-        work = 2 * 224 + 12 + 16
+        work = 2 * 208 + 12 + 16
         pair = 48 + 8 * (self.k_stages + self.v_stages) if self.pairs(v) else 0
         seeds = 4 * self.tile_q if v.skip in ("threshold", "measure") else 0
         is_last = 4 * self.consumer_warpgroups if v.skip != "budget" else 0
