@@ -24,6 +24,7 @@ def table(device: str) -> tuple[Tensor, ...]:
     return tuple(torch.tensor(t, dtype=torch.int32, device=device) for t in TABLE)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, FP8])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_appending_waits_for_nothing_and_follows_the_table_in_a_graph(
