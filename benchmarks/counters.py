@@ -142,7 +142,7 @@ def _record(row: dict[str, str]) -> dict[str, Any]:
         "kernel": row["Kernel Name"],
         "us": number(_TIME) / 1e3,
         "dram_gbps": number(_BYTES) / 1e9,
-        **{name: number(metric) for name, metric in _PERCENT.items() if metric in row},
+        **{name: number(metric) for name, metric in _PERCENT.items()},
         "warps": {name: round(100 * waits[name] / total, 1) for name in longest},
     }
 
@@ -170,8 +170,8 @@ def table(results: dict[str, Any], only: str) -> str:
         if only in e["target"]:
             waits = ", ".join(f"{k.replace('_', ' ')} {v:.0f} %" for k, v in e["warps"].items())
             memory = f"{e['dram_gbps']:.0f} ({e['dram']:.0f} %)"
-            shown = [e.get(name) for name in ("l2", "l2_hits", "issue", "tensor", "xu")]
-            percents = ["–" if share is None else f"{share:.0f} %" for share in shown]
+            shown = ("l2", "l2_hits", "issue", "tensor", "xu")
+            percents = [f"{e[name]:.0f} %" for name in shown]
             body.append([e["target"], f"{e['us']:.1f}", memory, *percents, waits])
     return pages.table([*header, "warps"], body)
 
