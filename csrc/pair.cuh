@@ -1,9 +1,11 @@
 // Two CTAs of a cluster that attend to the same keys, for two heads or two blocks of rows: tiles are copied for both.
 // They claim neighbouring items together, tell each other what theirs is of, and share tiles where that is the same.
-// Then they visit the same tiles in the same order, and before that their rings have come to the first stage.
+// Then they visit the same tiles in the same order, and before that their rings have come to the first stage. Of two heads
+// each takes units of both, so that neither waits where one head skips more.
 #pragma once
 #include "pipeline.cuh"
 #include "ptx/cluster.cuh"
+#include "ptx/tma.cuh"
 #include "work_item.cuh"
 
 constexpr int PAIR = 2;
@@ -78,6 +80,11 @@ struct PairScheduler {
   }
 };
 
+// Of an item that is paired for another head, beside this one, takes every second unit.
+FS_DEVICE void exchange_heads(WorkItem& work) {
+  for (int unit = 1; unit < MOST_UNITS; unit += 2) work.units[unit].head += rank_in_pair() == 0 ? 1 : -1;
+}
+
 // Turns of a ring until it is at its first stage; a turn takes `PARTS` stages.
 template <int PARTS = 1, int STAGES>
 FS_DEVICE int turns_to_first_stage(RingPosition<STAGES> ring) {
@@ -112,7 +119,7 @@ struct Meetings {
 
   FS_DEVICE void meet(int stage) {
     const uint32_t barrier = shared_address(&ready[stage]);
-    if (threadIdx.x % 32 == 0) mbarrier_arrive_there(at_other(barrier));
+    if (elect_one()) mbarrier_arrive_there(at_other(barrier));  // the lane that has announced the bytes
     mbarrier_wait(barrier, parities >> stage & 1);
     parities ^= 1u << stage;
   }

@@ -37,7 +37,7 @@ struct KvLoader {
   }
 
   FS_DEVICE void begin(const WorkItem& work, int first_tile) {
-    kv_head = work.kv_head;
+    kv_head = uniform(work.kv_head);
     next_page = fetch(work, first_tile);
   }
 
@@ -62,7 +62,7 @@ struct KvLoader {
     const int mine = (boxes.count * CHUNKS - warp + LOADER_WARPS - 1) / LOADER_WARPS;
     const uint64_t policy = createpolicy_evict_last();
     until_released();
-    if (threadIdx.x % 32 == 0) {
+    if (elect_one()) {
       mbarrier_arrive_expect_tx(shared_address(&loaded), (mine << boxes.log2_rows) * CHUNK_ROW_BYTES);
     }
     __syncwarp();  // the bytes are announced before any can arrive

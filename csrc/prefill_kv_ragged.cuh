@@ -29,10 +29,11 @@ struct KvLoader {
   template <int COLUMNS, int FIRST_COLUMN, class Wait, class Meet = NoMeeting>
   FS_DEVICE void load(const WorkItem&, const TensorMap* map, int tile, const void* stage, uint64_t& loaded,
                       const Wait& until_released, const Copies& copies = {}, const Meet& meet = {}) const {
+    const bool elected = elect_one();
     until_released();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive_expect_tx(shared_address(&loaded), tile_bytes(TILE_KV, COLUMNS));
+    if (elected) mbarrier_arrive_expect_tx(shared_address(&loaded), tile_bytes(TILE_KV, COLUMNS));
     meet();
-    if (threadIdx.x % 32 != 0) return;
+    if (!elected) return;
     load_rows<COLUMNS, FIRST_COLUMN>(stage, map, loaded, createpolicy_evict_last(), TILE_KV,
                                      tile * TILE_KV - kv_len, kv_head, end_kv, copies);
   }

@@ -82,11 +82,9 @@ class PrefillTile:
     def pairs(v: Variant) -> bool:
         """Whether CTAs are launched in pairs, which share tiles that the copy engine loads.
 
-        Each waits for the other, so both should have the same to do: two blocks of rows that see
-        the same keys, or else two heads of a group, if neither skips.
+        Two blocks of rows, if they see the same keys, or else two heads of a group.
         """
-        alike = not v.window and (not v.causal or v.skip == "dense")
-        return alike and v.kv_path != "paged_gather"
+        return v.kv_path != "paged_gather" and not v.window
 
     def votes(self, v: Variant) -> int:
         """Decisions of a warpgroup per load tile; a dense kernel counts as one."""

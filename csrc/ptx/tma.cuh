@@ -2,6 +2,20 @@
 #pragma once
 #include "types.cuh"
 
+// True in one lane of the warp, always the same one. Of a copy that another condition leaves to one lane the compiler makes
+// a loop over lanes.
+FS_DEVICE bool elect_one() {
+  uint32_t elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred elected;\n"
+      "elect.sync _|elected, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, elected;\n"
+      "}"
+      : "=r"(elected));
+  return elected != 0;
+}
+
 FS_DEVICE void prefetch_tensormap(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
