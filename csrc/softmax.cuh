@@ -70,6 +70,24 @@ FS_DEVICE void exponentiate(const float (&s)[N], RowPair& rows, const float (&sh
   }
 }
 
+// The same of all registers, in two steps.
+template <int N>
+FS_DEVICE void exponentiate(float (&s)[N], RowPair& rows, const float (&shift)[2], float scale_log2) {
+#pragma unroll
+  for (int i = 0; i < N; i += 2) {
+    const int r = row_of(i);
+    s[i] = ex2(fmaf(s[i], scale_log2, -shift[r]));
+    s[i + 1] = ex2(fmaf(s[i + 1], scale_log2, -shift[r]));
+    rows.l[r] += s[i] + s[i + 1];
+  }
+}
+
+template <class Element, int N>
+FS_DEVICE void pack(const float (&s)[N], uint32_t (&probabilities)[N / 8][4]) {
+#pragma unroll
+  for (int i = 0; i < N; i += 2) probabilities[i / 8][i % 8 / 2] = Element::pack(s[i], s[i + 1]);
+}
+
 // Multiplies the output's rows where a maximum of the warp `moved`; most tiles move none. True where it did.
 // The sums `l` are never negative: asking makes the compiler add up here what was exponentiated, instead of keeping
 // all unrounded probabilities in registers until later.

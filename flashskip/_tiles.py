@@ -67,6 +67,7 @@ class PrefillTile:
     pv_head_keys: int = 64  # their P.V runs under the exponentials of the tile's other keys
     pieces_per_cta: int = 2  # of short requests cut over their keys, at most
     k_parts: int = 1  # of the columns of a tile of K, a stage each
+    overlaps: bool = False  # a tile's P.V is issued behind the next one's Q.K, in turns
 
     @property
     def tile_q(self) -> int:
@@ -246,7 +247,13 @@ def tile_for(v: Variant) -> PrefillTile | DecodeTile:
     """Return the tile of `v`."""
     if v.op == "prefill":
         tile = prefill_tile(v.head_dim_qk, v.head_dim_vo)
-        # Where tiles are skipped, a lone stage of K is waited for. In halves three fit.
-        skips = v.skip in ("threshold", "budget")
-        return replace(tile, k_parts=2, k_stages=3) if tile.k_stages == 1 and skips else tile
+        if tile.k_stages == 1 and v.skip in ("threshold", "budget"):
+            # Where tiles are skipped, a lone stage of K is waited for. In halves three fit.
+            return replace(tile, k_parts=2, k_stages=3)
+        if v.head_dim_vo == 64 and v.skip == "dense" and not v.soft_cap:
+            # Products take as long as exponentials. A kernel that skips has fewer to overlap, and
+            # loses by it; a soft cap leaves too few registers. V is needed for longer: two stages
+            # would be waited for.
+            return replace(tile, overlaps=True, k_stages=3, v_stages=3)
+        return tile
     return _decode_tile(v)
