@@ -47,6 +47,12 @@ def describe(device: torch.device, commit: str = "") -> dict[str, str]:
     return about
 
 
+def commit_of(checkout: Path) -> str:
+    """Return the commit of another checkout, "unknown" if the folder is not one."""
+    found = _output("git", "-C", str(checkout), "rev-parse", "--show-prefix", "HEAD").split()
+    return found[0] if len(found) == 1 else "unknown"  # two: a prefix, inside of some checkout
+
+
 def source_digest() -> str:
     """Return a digest of every source that a result depends on, for copies without git."""
     digest = hashlib.sha256()

@@ -53,19 +53,22 @@ def run(path: Path, commit: str) -> None:
     turns: dict[str, list[dict[str, float]]] = {name: [] for name in calls}
     for _ in range(_ROUNDS):
         for name in random.sample(list(calls), len(calls)):
-            turns[name].append(_turn(calls[name]))
-    found = [{"target": name, **_medians(of_target)} for name, of_target in turns.items()]
+            turns[name].append(turn(calls[name], _SETTLING_SECONDS, _TURN_SECONDS))
+    found = [{"target": name, **medians(of_target)} for name, of_target in turns.items()]
     save(path, {"machine": about, "power": found})
 
 
-def _turn(call: Callable[[], object]) -> dict[str, float]:
-    """Run a call over and over; return the medians of what was seen once the GPU had settled."""
-    _launch_for(_SETTLING_SECONDS, call)
+def turn(call: Callable[[], object], settling: float, seconds: float) -> dict[str, float]:
+    """Run a call over and over for `seconds`; return the medians of what was seen after `settling`.
+
+    By then clock and power should be those of this call.
+    """
+    _launch_for(settling, call)
     command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits", "-i", "0"]
     with subprocess.Popen(
         [*command, "-lms", str(_SAMPLE_MS)], stdout=subprocess.PIPE, text=True
     ) as sampler:
-        times = _launch_for(_TURN_SECONDS - _SETTLING_SECONDS, call)
+        times = _launch_for(seconds - settling, call)
         sampler.terminate()
         lines = sampler.communicate()[0].splitlines()
     return summary(lines, times)
@@ -74,6 +77,8 @@ def _turn(call: Callable[[], object]) -> dict[str, float]:
 def summary(lines: Sequence[str], times: Sequence[float]) -> dict[str, float]:
     """Return the medians of launches' milliseconds and of what the tool said meanwhile."""
     samples = [line.split(", ") for line in lines[:-1]]  # the last line may be cut
+    if not samples:
+        raise RuntimeError(f"nvidia-smi said {list(lines)} in {len(times)} launches, no whole line")
     return {
         "ms": statistics.median(times),
         "mhz": statistics.median(float(clock) for clock, _, _ in samples),
@@ -98,7 +103,8 @@ def _launch_for(seconds: float, call: Callable[[], object]) -> list[float]:
     return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
 
 
-def _medians(turns: Sequence[dict[str, float]]) -> dict[str, float]:
+def medians(turns: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the median over turns of each thing that was seen."""
     return {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
 
 

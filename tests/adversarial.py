@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from helpers import Ragged, indptr, kept_keys
+from helpers import Ragged, by_row, indptr, kept_keys
 from torch import Tensor
 
 from flashskip.reference import SkipMap
@@ -44,16 +44,20 @@ def make_adversarial(
     return Ragged(q.to(dtype), k.to(dtype), v.to(dtype), *starts)
 
 
-def omitted_share(batch: Ragged, dense: SkipMap, kept: Tensor) -> Tensor:
+def omitted_share(
+    batch: Ragged, dense: SkipMap, kept: Tensor, soft_cap: float | None = None
+) -> Tensor:
     """Softmax mass of the keys in tiles that are not `kept`, in float64: ``[heads, rows]``.
 
-    `kept` is bool ``[heads, units, tiles]``; `dense` is a map of the same request with all kept.
+    `batch` is one request, `dense` a map of it with all kept, `kept` bool ``[sequences, units,
+    tiles]``. Without sinks, which only make a share smaller.
     """
     group = batch.q.shape[1] // batch.k.shape[1]
     keys = batch.k.double().repeat_interleave(group, 1).permute(1, 2, 0)
     s = batch.q.double().transpose(0, 1) @ keys * batch.q.shape[2] ** -0.5
+    if soft_cap:
+        s = soft_cap * torch.tanh(s / soft_cap)
     p = s.masked_fill(~kept_keys(dense), -torch.inf).softmax(-1).nan_to_num(0)
     geometry = dense.geometry
     by_key = (~kept).repeat_interleave(geometry.keys_per_vote, 2)[..., : geometry.kv_len]
-    by_row = by_key.repeat_interleave(geometry.rows_per_vote, 1)[:, : geometry.num_rows]
-    return (p * by_row).sum(-1)
+    return (p * by_row(by_key, geometry)).sum(-1)

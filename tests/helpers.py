@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flashskip.geometry import RequestGeometry
 from flashskip.reference import SkipMap
+from flashskip.reference._rows import to_rows
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,22 @@ def by_row(decisions: Tensor, geometry: RequestGeometry) -> Tensor:
     """From ``[sequences, units, ...]`` to ``[num_qo_heads, qo_len, ...]``: each row's own."""
     rows = decisions.repeat_interleave(geometry.rows_per_vote, 1)[:, : geometry.num_rows]
     return by_head(rows, geometry)
+
+
+def show_tiles(batch: Ragged, vote_kv: int = 64) -> None:
+    """Make V one-hot in the tile of each key: an output then tells which tiles were kept."""
+    for _, kv in batch.spans():
+        tile = torch.arange(kv.stop - kv.start, device=batch.v.device) // vote_kv
+        one_hot = torch.nn.functional.one_hot(tile, batch.v.shape[2])
+        batch.v[kv] = one_hot[:, None].to(batch.v.dtype)
+
+
+def seen(out: Tensor, m: SkipMap) -> Tensor:
+    """Tiles that V showed of a request: bool ``[sequences, units, tiles]``."""
+    rows = to_rows(out, m.geometry)[..., : m.geometry.num_tiles] > 0
+    units = m.geometry.num_units
+    padded = torch.nn.functional.pad(rows, (0, 0, 0, units * 64 - rows.shape[1]))
+    return padded.unflatten(1, (units, 64)).any(2)
 
 
 def kept_keys(skip_map: SkipMap) -> Tensor:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import prefill_gpu
 import pytest
 import torch
 from adversarial import PATTERNS, make_adversarial, omitted_share
-from helpers import make_ragged
+from helpers import Ragged, make_ragged, seen, show_tiles
 from prefill_gpu import BF16, DEVICE, FP16, LONG, MIX
 from test_bound_gpu import sure_rows
 
@@ -40,6 +41,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "causal": (LONG, (5, 1), 128, BF16, 0.05, {"causal": True}),
     "coarse": (LONG, (3, 1), 128, BF16, 0.2, {"causal": True, "vote_kv": 128, "order": ORDERS[1]}),
     "ascending": (LONG, (3, 1), 128, FP16, 0.01, {"order": ORDERS[2]}),
+    "in pairs": (LONG, (4, 1), 128, BF16, 0.1, {}),
     "all": (MIX, (4, 2), 64, BF16, 0.1,
             {"window_left": 200, "logits_soft_cap": 10.0, "sinks": torch.empty(0)}),
     "wide": (LONG, (2, 1), 256, BF16, 0.05, {"causal": True}),
@@ -47,14 +49,20 @@ CASES: dict[str, tuple[Any, ...]] = {
 COLLECT = {"collect_stats": True, "collect_bound": True}
 
 
-@pytest.mark.variants(lambda case: kernel(*CASES[case][2:4], **CASES[case][5], **COLLECT))
-@pytest.mark.parametrize("case", CASES)
-def test_decisions_are_the_references(case: str) -> None:
+def prepare(case: str) -> tuple[Ragged, dict[str, Any], float]:
+    """Return the batch, the options and the budget of a case."""
     lengths, heads, head_dim, dtype, budget, given = CASES[case]
     options = dict(given)
     if "sinks" in options:
         options["sinks"] = torch.tensor([-3.0, 2.0, 0.0, 5.0], device=DEVICE)
     batch = make_ragged(*lengths, *heads, head_dim, dtype, hot=0.3, gain=8.0, device=DEVICE)
+    return batch, options, budget
+
+
+@pytest.mark.variants(lambda case: kernel(*CASES[case][2:4], **CASES[case][5], **COLLECT))
+@pytest.mark.parametrize("case", CASES)
+def test_decisions_are_the_references(case: str) -> None:
+    batch, options, budget = prepare(case)
     wrapper = prefill_gpu.plan(batch, **spending(budget, **options, **COLLECT))
     out, lse, bound = wrapper.run(batch.q, batch.k, batch.v, return_lse=True)
     exact = exact_result(wrapper, batch, budget)
@@ -76,6 +84,31 @@ def test_decisions_are_the_references(case: str) -> None:
     assert wrapper.stats[..., 0].sum() > 0.02 * wrapper.stats[..., 1].sum()
     again = wrapper.run(batch.q, batch.k, batch.v, return_lse=True)
     assert all(torch.equal(a, b) for a, b in zip((out, lse, bound), again, strict=True))
+
+
+@pytest.mark.variants(lambda case: kernel(*CASES[case][2:4], **CASES[case][5], **COLLECT))
+@pytest.mark.parametrize("times", [0.3, 1.0, 5.0])
+@pytest.mark.parametrize("case", CASES)
+def test_the_exact_mass_is_within_the_budget(case: str, times: float) -> None:
+    """Of every row of every request, by what was truly kept: V shows it."""
+    batch, options, budget = prepare(case)
+    budget *= times
+    show_tiles(batch, options.get("vote_kv", 64))
+    wrapper = prefill_gpu.plan(batch, **spending(budget, **options, **COLLECT))
+    out, _ = prefill_gpu.run(wrapper, batch)
+    dense = prefill_gpu.oracle(wrapper, batch, None)
+    assert dense.skip_map is not None
+    most = 0.0
+    for (qo, kv), m, stats in zip(batch.spans(), dense.skip_map, wrapper.stats, strict=True):
+        if not m.visited.any():
+            continue
+        kept = seen(out[qo], m)
+        assert torch.equal(m.count(m.visited & ~kept), stats[:, 0])
+        request = replace(batch, q=batch.q[qo], k=batch.k[kv])
+        omitted = omitted_share(request, m, kept, options.get("logits_soft_cap"))
+        assert (omitted <= budget).all()
+        most = max(most, omitted.max().item())
+    assert times < 1 or most > 0
 
 
 @pytest.mark.variants(lambda: kernel(causal=True) + kernel(causal=True, order=ORDERS[2]))

@@ -24,11 +24,17 @@ from flashskip._jit.build import build
 from flashskip._jit.compile import Program, compile_cubin
 from flashskip._jit.kernel import load
 from flashskip._jit.render import Source
+from flashskip._tiles import PrefillTile
 from flashskip.variant import Variant
 
 LAMBDA = paged.LAMBDA
 STATS: dict[str, Any] = {"skip_softmax_threshold": LAMBDA, "collect_stats": True}
-WARPS = (0, 1)  # of four
+
+# Which warps are late, in turn. In prefill only in every second CTA, of those that share what they
+# load: a consumer of four; of the producers the one that schedules and the first that loads.
+WARPS = tuple(f"threadIdx.x / 32 % 4 == {i}" for i in (0, 1))
+CONSUMERS = tuple(f"{warp} && blockIdx.x % 2 == {i}" for i, warp in enumerate(WARPS))
+PRODUCERS = tuple(f"threadIdx.x / 32 % 4 < 2 && blockIdx.x % 2 == {i}" for i in (0, 1))
 
 # What a warp is late for, by the code that it is held up before.
 DECODE = {
@@ -40,9 +46,16 @@ DECODE = {
     "handing P on": "fence_proxy_async_shared();  // P before the wgmma that reads it",
     "giving V back": "if (threadIdx.x % 32 == 0) mbarrier_arrive(at(shared.v_released[ring.",
 }
-PREFILL = {
+PRODUCING = {
     "claiming an item": "load_q(p, shared, work, item % 2);",
     "filling a stage": "loader.template load<COLUMNS, FIRST_COLUMN>(",
+}
+PAIRED = {  # where CTAs are launched in pairs
+    "telling what an item is of": "const bool agree = pair.agree(work, item);",
+    "announcing a stage": "const uint32_t barrier = shared_address(&ready[stage]);",
+    "waiting for the other's stage": "mbarrier_wait(barrier, parities >> stage & 1);",
+}
+CONSUMING = {
     "multiplying": "wait_for_k(shared, k);\n      if (first_key",
     "voting": "if (threadIdx.x % 32 == 0) st_shared_volatile_u8(voter.own",
     "giving V back": "release(shared.v_ring.released[v.stage]);\n    }",
@@ -58,26 +71,42 @@ DECODES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "rows of pages": (4, 128, 3, STATS),
 }
 PREFILLS: dict[str, tuple[int, int, dict[str, Any]]] = {
-    "wide": (256, 0, STATS),
-    "128": (128, 0, STATS),
-    "pages": (128, 16, STATS),
-    "rows of pages": (128, 3, STATS),
+    "wide": (256, 0, {"causal": True, **STATS}),
+    "128": (128, 0, {"causal": True, **STATS}),
+    "pages": (128, 16, {"causal": True, **STATS}),
+    "rows of pages": (128, 3, {"causal": True, **STATS}),
+    "blocks of rows in pairs": (128, 0, STATS),
+    "blocks of rows in pairs on pages": (128, 16, STATS),
 }
+# Queries, keys and heads. Where long caches of few queries are divided over their keys, no CTAs
+# share tiles; in the second batch none are, and each CTA has several items.
+BATCHES: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...] = (
+    ((700, 1, 300, 64, 16, 500, 0, 130), (700, 40, 900, 3000, 9000, 5000, 77, 130), 4),
+    ((700, 1, 300, 64, 1500, 500, 0, 130) * 2, (700, 40, 900, 3000, 1500, 2500, 77, 130) * 2, 16),
+)
 
 
-def late(program: Program, before: str, warp: int) -> Program:
-    """Let one warp of four sleep before `before`, which stands in one place of all sources.
-
-    In prefill only in every second CTA, of those that share what they load.
-    """
+def late(program: Program, before: str, who: str) -> Program:
+    """Let warps sleep before `before`, which stands in one place of all sources."""
     texts = [program.source.text, *(text for _, text in program.source.headers)]
     assert sum(text.count(before) for text in texts) == 1, before
-    ctas = f" && blockIdx.x % 2 == {warp}" if "flashskip_prefill" in program.symbol else ""
-    sleeping = f"if (threadIdx.x / 32 % 4 == {warp}{ctas}) __nanosleep(3000);\n{before}"
+    sleeping = f"if ({who}) __nanosleep(3000);\n{before}"
     text, *headers = (text.replace(before, sleeping) for text in texts)
     names = [name for name, _ in program.source.headers]
     source = Source(text, tuple(zip(names, headers, strict=True)))
     return dataclasses.replace(program, source=source)
+
+
+def places(v: Variant) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """What warps of a kernel are late for, the code that they are held up before, and which."""
+    if v.op == "decode":
+        by_warps = {WARPS: DECODE}
+    else:
+        paired = PAIRED if PrefillTile.pairs(v) else {}
+        by_warps = {CONSUMERS: CONSUMING, PRODUCERS: PRODUCING | paired}
+    for warps, found in by_warps.items():
+        for place, before in found.items():
+            yield place, before, warps
 
 
 def decode_variant(case: str) -> Variant:
@@ -87,15 +116,15 @@ def decode_variant(case: str) -> Variant:
 
 def prefill_variant(case: str) -> Variant:
     head_dim, page_size, options = PREFILLS[case]
-    return prefill_gpu.variant(head_dim, page_size=page_size, causal=True, **options)
+    return prefill_gpu.variant(head_dim, page_size=page_size, **options)
 
 
 def programs() -> Iterator[Program]:
     """All of them."""
-    decode, prefill = map(decode_variant, DECODES), map(prefill_variant, PREFILLS)
-    for variants, places in ((decode, DECODE), (prefill, PREFILL)):
-        for v, before, warp in itertools.product(variants, places.values(), WARPS):
-            yield late(_kernels.program_for(v), before, warp)
+    for v in itertools.chain(map(decode_variant, DECODES), map(prefill_variant, PREFILLS)):
+        for _, before, warps in places(v):
+            for who in warps:
+                yield late(_kernels.program_for(v), before, who)
 
 
 @pytest.fixture(scope="module")
@@ -106,11 +135,11 @@ def built() -> None:
         build(list(programs()), directory, jobs=os.cpu_count() or 1)
 
 
-def run_late(wrapper: Any, run: Any, before: str, warp: int) -> Any:
+def run_late(wrapper: Any, run: Any, before: str, who: str) -> Any:
     """Run with the plan's kernel held up."""
     plan = wrapper._planned()
     usual = plan.kernel
-    plan.kernel = load(late(_kernels.program_for(plan.variant), before, warp), _env.kernel_cache())
+    plan.kernel = load(late(_kernels.program_for(plan.variant), before, who), _env.kernel_cache())
     plan.kernel.prepare(plan.device.index)
     try:
         return run()
@@ -118,19 +147,22 @@ def run_late(wrapper: Any, run: Any, before: str, warp: int) -> Any:
         plan.kernel = usual
 
 
-def assert_unmoved(wrapper: Any, run: Any, place: str, before: str) -> None:
+def assert_unmoved(wrapper: Any, run: Any) -> None:
     """Outputs, LSE and counters are those of the kernel that nobody holds up."""
     counts = wrapper._planned().options.collect_stats
-    answers = []
-    for held_up in (None, *WARPS):
+
+    def answer(*held_up: str) -> tuple[torch.Tensor, ...]:
         if counts:
             wrapper.reset_stats()
-        answer = run() if held_up is None else run_late(wrapper, run, before, held_up)
-        answers.append((*answer, *([wrapper.stats.clone()] if counts else [])))
-    for answer in answers[1:]:
-        assert all(map(torch.equal, answer, answers[0])), place
+        tensors = run_late(wrapper, run, *held_up) if held_up else run()
+        return (*tensors, *([wrapper.stats.clone()] if counts else []))
+
+    expected = answer()
     if counts:
-        assert answers[0][-1][..., 0].any()
+        assert expected[-1][..., 0].any()
+    for place, before, warps in places(wrapper._planned().variant):
+        for who in warps:
+            assert all(map(torch.equal, answer(before, who), expected)), (place, who)
 
 
 @pytest.mark.gpu
@@ -142,27 +174,26 @@ def test_decode(case: str) -> None:
     lengths = (4096, 0, 1, 64, 700, 130, 2048, 65) * 8
     batch = make_paged(lengths, 2 * group_size, 2, head_dim, page_size)
     wrapper = paged.plan(batch, **options)
-    for place, before in DECODE.items():
-        assert_unmoved(wrapper, lambda: paged.run(wrapper, batch), place, before)
+    assert_unmoved(wrapper, lambda: paged.run(wrapper, batch))
 
 
 @pytest.mark.gpu
 @pytest.mark.variants(lambda case: [prefill_variant(case)])
 @pytest.mark.parametrize("case", PREFILLS)
+@pytest.mark.parametrize("batch", BATCHES, ids=["divided", "whole"])
 @pytest.mark.usefixtures("built")
-def test_prefill(case: str) -> None:
+def test_prefill(case: str, batch: tuple[tuple[int, ...], tuple[int, ...], int]) -> None:
     head_dim, page_size, options = PREFILLS[case]
-    lengths = (700, 1, 300, 64, 16, 500, 0, 130), (700, 40, 900, 3000, 9000, 5000, 77, 130)
-    batch = make_ragged(*lengths, 4, 2, head_dim, hot=0.3)
+    *lengths, heads = batch
+    ragged = make_ragged(*lengths, heads, 2, head_dim, hot=0.3)
     if page_size:
-        pages = to_pages(batch, page_size)
-        wrapper = test_prefill_paged_gpu.plan_pages(batch, pages, causal=True, **options)
-        run = lambda: test_prefill_paged_gpu.run_pages(wrapper, batch, pages)  # noqa: E731
+        pages = to_pages(ragged, page_size)
+        wrapper = test_prefill_paged_gpu.plan_pages(ragged, pages, **options)
+        run = lambda: test_prefill_paged_gpu.run_pages(wrapper, ragged, pages)  # noqa: E731
     else:
-        wrapper = prefill_gpu.plan(batch, causal=True, **options)
-        run = lambda: prefill_gpu.run(wrapper, batch)  # noqa: E731
-    for place, before in PREFILL.items():
-        assert_unmoved(wrapper, run, place, before)
+        wrapper = prefill_gpu.plan(ragged, **options)
+        run = lambda: prefill_gpu.run(wrapper, ragged)  # noqa: E731
+    assert_unmoved(wrapper, run)
 
 
 def test_each_kernel_is_held_up_in_one_place_and_compiles() -> None:

@@ -32,5 +32,10 @@ def test_samples_hold_what_the_tool_says() -> None:
     }
 
 
+def test_a_turn_without_a_sample_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="in 2 launches, no whole line"):
+        power.summary(["1500, 69"], [2.0, 1.0])
+
+
 def test_the_page_holds_the_table() -> None:
     assert power.table(json.loads(power.RESULTS.read_text())) in power.PAGE.read_text()

@@ -14,7 +14,7 @@ import test_bound_gpu
 import test_budget_gpu
 import test_measure_gpu
 import torch
-from helpers import HeadDim, Ragged, head_dims, indptr, poison, poisoned
+from helpers import HeadDim, Ragged, head_dims, indptr, poison, poisoned, seen, show_tiles
 from paged import to_pages
 from prefill_gpu import (
     BF16,
@@ -35,7 +35,6 @@ from test_prefill_paged_gpu import both, plan_pages, run_pages
 import flashskip
 from flashskip import _wrapper, reference
 from flashskip.geometry import ORDERS
-from flashskip.reference._rows import to_rows
 from flashskip.variant import Variant
 
 pytestmark = pytest.mark.gpu
@@ -230,21 +229,6 @@ def test_a_study_can_do_without_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- skip maps -----------------------------------------------------------------------------------
 
 SHOWN = ((16, 100, 64, 63, 500, 1, 30), (4000, 2000, 8192, 503, 4500, 8100, 200))
-
-
-def show_tiles(batch: Ragged, vote_kv: int = 64) -> None:
-    """Make V one-hot in the tile of each key."""
-    for _, kv in batch.spans():
-        tile = torch.arange(kv.stop - kv.start, device=DEVICE) // vote_kv
-        batch.v[kv] = torch.nn.functional.one_hot(tile, 128)[:, None].to(batch.v.dtype)
-
-
-def seen(out: torch.Tensor, m: reference.SkipMap) -> torch.Tensor:
-    """Tiles that V showed of a request: bool ``[sequences, units, tiles]``."""
-    rows = to_rows(out, m.geometry)[..., : m.geometry.num_tiles] > 0
-    units = m.geometry.num_units
-    padded = torch.nn.functional.pad(rows, (0, 0, 0, units * 64 - rows.shape[1]))
-    return padded.unflatten(1, (units, 64)).any(2)
 
 
 @pytest.mark.variants(

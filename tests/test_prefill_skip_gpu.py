@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import HeadDim, make_ragged
+from helpers import HeadDim, make_ragged, seen, show_tiles
 from prefill_gpu import (
     BF16,
     DEVICE,
@@ -69,12 +69,7 @@ def test_thresholds(threshold: float, dtype: torch.dtype, head_dim: HeadDim) -> 
 @pytest.mark.parametrize("vote_kv", [64, 128])
 def test_skip_map_seen_through_v(vote_kv: int, order: str, causal: bool) -> None:
     batch = make_ragged((1500, 700), (2000, 900), 3, 1, 128, device=DEVICE, hot=0.2, gain=8.0)
-    for (
-        _,
-        kv,
-    ) in batch.spans():  # V is one-hot in its vote tile, so the output tells which tiles were kept
-        tile = torch.arange(kv.stop - kv.start, device=DEVICE) // vote_kv
-        batch.v[kv] = torch.nn.functional.one_hot(tile, 128)[:, None].to(BF16)
+    show_tiles(batch, vote_kv)
     threshold = 0.02
     options = {"order": order, "vote_kv": vote_kv, "causal": causal}
     wrapper = plan(batch, skip_softmax_threshold=threshold, collect_stats=True, **options)
@@ -82,14 +77,10 @@ def test_skip_map_seen_through_v(vote_kv: int, order: str, causal: bool) -> None
     exact = oracle(wrapper, batch, [threshold] * 2)
     assert exact.skip_map is not None
     for (qo, _), skip_map in zip(batch.spans(), exact.skip_map, strict=True):
-        units = skip_map.geometry.num_units
-        weights = out[qo].transpose(0, 1)[..., : skip_map.state.shape[-1]]
-        padding = units * 64 - weights.shape[1]
-        rows = torch.nn.functional.pad(weights, (0, 0, 0, padding)).unflatten(1, (units, 64))
         certain = skip_map.margin.abs() > ROUNDING_BAND
         assert 0.05 < skip_map.skipped.double().mean() < 0.95
         assert certain.double().mean() > 0.99
-        assert torch.equal((rows > 0).any(2)[certain], skip_map.kept[certain])
+        assert torch.equal(seen(out[qo], skip_map)[certain], skip_map.kept[certain])
     assert_counts(wrapper, exact)
 
 

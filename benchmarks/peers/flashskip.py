@@ -24,6 +24,13 @@ first_plan_seconds: dict[flashskip.Variant, float] = {}
 
 def prepare(case: Case, data: Data, **options: object) -> Prepared:
     """Plan a wrapper; `options` go to plan()."""
+    return planned(case, data, **options)[1]
+
+
+def planned(
+    case: Case, data: Data, **options: object
+) -> tuple[flashskip.BatchPrefillWrapper | flashskip.BatchDecodeWrapper, Prepared]:
+    """Plan a wrapper and return it too, for what looks into its plan."""
     wrapper, plan, run = _wrapper(case, data, options)
     started = time.perf_counter()
     try:
@@ -33,7 +40,7 @@ def prepare(case: Case, data: Data, **options: object) -> Prepared:
     first_plan_seconds.setdefault(wrapper.variant, time.perf_counter() - started)
     skips = options.get("skip_softmax_threshold") is not None
     count = partial(_skipped_share, case, data, options) if skips else None
-    return Prepared(run, plan=plan, skipped_share=count)
+    return wrapper, Prepared(run, plan=plan, skipped_share=count)
 
 
 def prepare_unpaged(case: Case, data: Data) -> Prepared:
@@ -105,17 +112,23 @@ def variants(cases: Iterable[Case]) -> list[flashskip.Variant]:
     """Return the supported kernels that the contestants launch on these cases, found on the CPU."""
     found: dict[flashskip.Variant, None] = {}
     for case in cases:
-        small = _shortest(case)
-        data = make_data(small, 0.0, torch.device("cpu"))
         for options in ({}, _SKIP, {**_SKIP, "collect_stats": True}):
-            wrapper, plan, _ = _wrapper(small, data, dict(options))
             try:
-                plan()
+                variant = variant_of(case, **options)
             except (flashskip.UnsupportedVariant, ValueError):  # the run will say so
                 continue
-            if supported(wrapper.variant):
-                found[wrapper.variant] = None
+            if supported(variant):
+                found[variant] = None
     return list(found)
+
+
+def variant_of(case: Case, **options: object) -> flashskip.Variant:
+    """Return the kernel that a plan of this case launches, found on the CPU."""
+    small = _shortest(case)
+    data = make_data(small, 0.0, torch.device("cpu"))
+    wrapper, plan, _ = _wrapper(small, data, options)
+    plan()
+    return wrapper.variant
 
 
 def _shortest(case: Case) -> Case:
