@@ -24,7 +24,7 @@ from flashskip._jit.build import build
 from flashskip._jit.compile import Program, compile_cubin
 from flashskip._jit.kernel import load
 from flashskip._jit.render import Source
-from flashskip._tiles import PrefillTile
+from flashskip._tiles import PrefillTile, tile_for
 from flashskip.variant import Variant
 
 LAMBDA = paged.LAMBDA
@@ -56,9 +56,14 @@ PAIRED = {  # where CTAs are launched in pairs
     "waiting for the other's stage": "mbarrier_wait(barrier, parities >> stage & 1);",
 }
 CONSUMING = {
-    "multiplying": "wait_for_k(shared, k);\n      if (first_key",
+    "multiplying": "wait_for_k(shared, k);\n      if (sees(unit",
     "voting": "if (threadIdx.x % 32 == 0) st_shared_volatile_u8(voter.own",
     "giving V back": "release(shared.v_ring.released[v.stage]);\n    }",
+}
+OVERLAPPING = {  # where a tile's P.V is issued behind the next one's Q.K
+    "taking its turn": "wait_for_turn(unit.index);\n  multiply_qk",
+    "passing the turn": "pass_turn(unit.index);\n  take_scores",
+    "giving V back": "if constexpr (PV_BEFORE) end_pv(unit, shared, v);",
 }
 
 # Options of the kernels; rings of V: of three stages twice, of six.
@@ -77,6 +82,8 @@ PREFILLS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "rows of pages": (128, 3, {"causal": True, **STATS}),
     "blocks of rows in pairs": (128, 0, STATS),
     "blocks of rows in pairs on pages": (128, 16, STATS),
+    "in turns": (64, 0, {"causal": True}),
+    "in turns on pages": (64, 16, {"window_left": 300}),
 }
 # Queries, keys and heads. Where long caches of few queries are divided over their keys, no CTAs
 # share tiles; in the second batch none are, and each CTA has several items.
@@ -102,8 +109,11 @@ def places(v: Variant) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     if v.op == "decode":
         by_warps = {WARPS: DECODE}
     else:
-        paired = PAIRED if PrefillTile.pairs(v) else {}
-        by_warps = {CONSUMERS: CONSUMING, PRODUCERS: PRODUCING | paired}
+        tile = tile_for(v)
+        assert isinstance(tile, PrefillTile)
+        paired = PAIRED if tile.pairs(v) else {}
+        consuming = OVERLAPPING if tile.overlaps else CONSUMING
+        by_warps = {CONSUMERS: consuming, PRODUCERS: PRODUCING | paired}
     for warps, found in by_warps.items():
         for place, before in found.items():
             yield place, before, warps
