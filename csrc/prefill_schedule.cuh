@@ -44,7 +44,7 @@ struct Scheduler {
 
   template <class Params>
   FS_DEVICE Scheduler(const Params& p, Cut& cut, Place& place) : cut(cut), place(place) {
-    set_place({0, 0, 0, 0});
+    if (threadIdx.x % 32 == 0) place = {0, 0, 0, 0};
     set_cut({~0u, 1, 1});
     if ((CAUSAL && !SHORTS) || p.batch_size > MOST_COUNTED) return;
     uint32_t items = 0, longest = 0;
@@ -70,11 +70,6 @@ struct Scheduler {
 
   FS_DEVICE void set_cut(const Cut& chosen) {
     if (threadIdx.x % 32 == 0) cut = chosen;
-    __syncwarp();
-  }
-
-  FS_DEVICE void set_place(const Place& found) {
-    if (threadIdx.x % 32 == 0) place = found;
     __syncwarp();
   }
 

@@ -248,16 +248,16 @@ class BatchWrapper:
             raise TypeError(f"return_lse is {return_lse!r}; expected True or False. Pass a bool.")
         check_lse_base(lse_base, lse is not None or return_lse)
         q, ours = inputs[0], []
+        rows = (q.shape[0], plan.num_qo_heads)
         if out is None:
-            shape = (q.shape[0], plan.num_qo_heads, plan.variant.head_dim_vo)
+            shape = (*rows, plan.variant.head_dim_vo)
             out = torch.empty(shape, dtype=plan.options.o_dtype, device=q.device)
             ours.append("out")
         if lse is None and return_lse:
-            lse = torch.empty((q.shape[0], plan.num_qo_heads), dtype=torch.float32, device=q.device)
+            lse = torch.empty(rows, dtype=torch.float32, device=q.device)
             ours.append("lse")
         bound = None
         if plan.options.collect_bound:
-            rows = (q.shape[0], plan.num_qo_heads)
             bound = torch.empty(rows, dtype=torch.float32, device=q.device)
         # Tensor subclasses include those that stand for a tensor while something traces.
         if torch.compiler.is_compiling() or type(q) is not torch.Tensor or q.is_meta:
