@@ -72,7 +72,8 @@ def _prefill(results: Results) -> Iterator[Bar]:
         yield Bar(_DENSE_OVER_PEER, case.name, figure, 0.97)
     mean = math.prod(over_peer) ** (1 / len(over_peer)) if all(over_peer) else None
     yield Bar(f"{_DENSE_OVER_PEER}, geometric mean", "the cases above", mean, 1.0)
-    for case in (*groups.PREFILL_DENSE, *groups.PREFILL_SWEPT[2:]):
+    others = (*groups.PREFILL_PAGED.values(), groups.PREFILL_MIX, groups.PREFILL_CHUNK)
+    for case in (*groups.PREFILL_DENSE, *groups.PREFILL_SWEPT[2:], *others):
         yield Bar("skip over dense, nothing skipped", case.name, table.cost_of_test(case), 0.98)
     for case in groups.PREFILL_SWEPT:
         for share, needed in _PREFILL_GAINS.items():

@@ -212,6 +212,24 @@ def test_sinks(threshold: float | None) -> None:
     check(batch, threshold, causal=True, sinks=sinks)
 
 
+def dense_in_turns(causal: bool) -> list[Variant]:
+    """Return the kernels of head dim 64 that issue P.V of a tile behind the next one's Q.K."""
+    options: dict[str, Any] = {"causal": causal, "window_left": 1}
+    return [variant(64, **options), variant(64, **options, sinks=torch.empty(0))]
+
+
+@pytest.mark.variants(lambda causal: dense_in_turns(causal))
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window_left", [0, 63, 100, 256, 5000])
+def test_window_and_sinks_where_warpgroups_take_turns(window_left: int, causal: bool) -> None:
+    """Units pass over tiles before, between and after those that they see."""
+    sinks = torch.tensor([-3.0, 2.0, 30.0], device=DEVICE)
+    for lengths in (LONG, MIX):
+        batch = make_ragged(*lengths, 3, 1, 64, device=DEVICE, hot=0.3, gain=8.0)
+        check(batch, causal=causal, window_left=window_left)
+        check(batch, causal=causal, window_left=window_left, sinks=sinks)
+
+
 @pytest.mark.variants(capped(head_dim=64, window_left=1, logits_soft_cap=1.0, sinks=torch.empty(0)))
 @pytest.mark.parametrize("threshold", [None, 0.02])
 def test_window_soft_cap_and_sinks_together(threshold: float | None) -> None:
