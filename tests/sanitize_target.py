@@ -29,11 +29,13 @@ COUNTS = {**SKIPS, "collect_stats": True}
 CERTIFIES = {**COUNTS, "collect_bound": True}
 MEASURES = {"skip_criterion": "measure"}
 BUDGETS = {"skip_criterion": "budget", "skip_budget": 0.02, "collect_stats": True}
-# Also packed by group, judged against a seed, and cut over its keys and merged.
-QO_LENS, KV_LENS = (70, 0, 5, 130, 1, 200, 66), (70, 40, 300, 130, 0, 260, 4200)
+# Queries, keys, heads: first, also packed by group, judged against a seed, and cut over its keys
+# and merged. CTAs share no tiles of these; of the others they do, and claim items in pairs.
+ALONE = ((70, 0, 5, 130, 1, 200, 66), (70, 40, 300, 130, 0, 260, 4200), (3, 1))
+PAIRED = ((200, 130) * 13, (200, 130) * 13, (4, 1))
 PAGED_LENS = (0, 1, 63, 64, 65, 130, 700)
 
-# Head dim, dtype, options of plan(), and where there is a page_size also of to_pages().
+# Head dim, dtype, options of plan(), where there is a page_size also of to_pages(), and the batch.
 PREFILL: tuple[tuple[HeadDim, torch.dtype, dict[str, Any]], ...] = (
     (128, BF16, {"causal": True}),
     (64, FP16, {}),
@@ -51,6 +53,11 @@ PREFILL: tuple[tuple[HeadDim, torch.dtype, dict[str, Any]], ...] = (
     (128, BF16, {"causal": True, **MEASURES}),
     (128, BF16, {"causal": True, **CERTIFIES}),
     (64, FP16, {"causal": True, **BUDGETS, "collect_bound": True}),
+    (64, BF16, {"causal": True, "window_left": 90}),
+    (64, BF16, {"batch": PAIRED}),
+    (128, FP16, {"batch": PAIRED, "causal": True, **COUNTS}),
+    (128, FP16, {"batch": PAIRED, "page_size": 16, "causal": True, **COUNTS}),
+    (256, FP16, {"batch": PAIRED, "causal": True, **SKIPS}),
 )  # fmt: skip
 
 # Lengths, heads, arguments of make_paged(), options of plan().
@@ -103,12 +110,14 @@ class Call:
 
 def prefill_call(number: int, device: str) -> Call:
     """An example of PREFILL."""
-    head_dim, dtype, options = PREFILL[number]
-    batch = make_ragged(QO_LENS, KV_LENS, 3, 1, head_dim, dtype, device=device, hot=0.3, gain=8.0)
-    options = {"q_data_type": dtype, **with_sinks(options, 3, device)}
+    head_dim, dtype, given = PREFILL[number]
+    qo_lens, kv_lens, heads = given.get("batch", ALONE)
+    batch = make_ragged(qo_lens, kv_lens, *heads, head_dim, dtype, device=device, hot=0.3, gain=8.0)
+    options = {n: x for n, x in given.items() if n != "batch"}
+    options = {"q_data_type": dtype, **with_sinks(options, heads[0], device)}
     indices = {"qo_indptr": batch.qo_indptr, "kv_indptr": batch.kv_indptr}
     method, inputs, layout = "plan", (batch.q, batch.k, batch.v), "NHD"
-    shape = (3, 1, batch.q.shape[2], batch.v.shape[2])
+    shape = (*heads, batch.q.shape[2], batch.v.shape[2])
     if "page_size" in options:
         form = {n: options.pop(n) for n in ("page_size", "layout", "form") if n in options}
         pages = to_pages(batch, **form)
@@ -158,7 +167,7 @@ def with_sinks(options: dict[str, Any], heads: int, device: str) -> dict[str, An
 def prefill_kernel(number: int) -> Variant:
     """The kernel of an example of PREFILL."""
     head_dim, dtype, options = PREFILL[number]
-    given = {n: x for n, x in options.items() if n not in ("layout", "form")}
+    given = {n: x for n, x in options.items() if n not in ("layout", "form", "batch")}
     return prefill_gpu.variant(head_dim, dtype, **given)
 
 
