@@ -11,6 +11,7 @@ from benchmarks.cases import Case
 from benchmarks.data import Data
 
 NOT_ASKED = "not one of this contestant's cases"  # a reason that no table needs to repeat
+FP8_ROUNDING = 0.1  # of a row's norm, where q and P are rounded to e4m3: 4 to 6e-2
 
 
 class Unsupported(Exception):

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import Case, DecodeCase, PrefillCase
-from benchmarks.contestant import NOT_ASKED, Contestant, Prepared, Unsupported
+from benchmarks.contestant import (
+    FP8_ROUNDING,
+    NOT_ASKED,
+    Contestant,
+    Prepared,
+    Unsupported,
+)
 from benchmarks.data import Data, DecodeData, PrefillData
 
 
@@ -92,14 +98,13 @@ def prepare_fa3(case: Case, data: Data) -> Prepared:
 
 def _prepare_fa3_decode(case: DecodeCase, data: Data) -> Prepared:
     assert isinstance(data, DecodeData)
-    if case.kv_dtype:
-        raise Unsupported("an 8-bit cache needs queries of 8 bits")
-    q = data.q.unsqueeze(1)
+    q = data.q.unsqueeze(1).to(data.k.dtype)  # of an 8-bit cache, queries of 8 bits
     used = torch.full_like(data.last_page_len, case.kv_len)
     lens = (None, None, None, None, used, None, None, data.page_table.int())
-    out = torch.full_like(q, float("nan"))
+    out = torch.full_like(data.q.unsqueeze(1), float("nan"))
     run = partial(_fa3, q, data.k, data.v, out, lens, case.head_dim)
-    return Prepared(run, to_rows=lambda out: out.squeeze(1))
+    rounding, note = (FP8_ROUNDING, "q and P in 8 bits") if case.kv_dtype else (None, "")
+    return Prepared(run, to_rows=lambda out: out.squeeze(1), rounding=rounding, note=note)
 
 
 def _fa3(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lens: tuple, head_dim: int) -> Tensor:

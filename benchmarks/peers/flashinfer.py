@@ -15,13 +15,18 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import Case, DecodeCase, PrefillCase
-from benchmarks.contestant import NOT_ASKED, Contestant, Prepared, Unsupported
+from benchmarks.contestant import (
+    FP8_ROUNDING,
+    NOT_ASKED,
+    Contestant,
+    Prepared,
+    Unsupported,
+)
 from benchmarks.data import PREFILL_TILE, THRESHOLD, Data, DecodeData, PrefillData
 from benchmarks.peers.probe import skipped_share
 
 _WORKSPACE_BYTES = 512 << 20
 _XQA_PAGES = (16, 32, 64, 128)
-_FP8_ROUNDING = 0.1  # of a row's norm, where q and P are rounded to e4m3: 4 to 6e-2
 
 
 @cache
@@ -176,7 +181,7 @@ def prepare_xqa(case: Case, data: Data) -> Prepared:
         backend="xqa",
     )  # fmt: skip
     if case.kv_dtype:
-        return Prepared(run, rounding=_FP8_ROUNDING, note="q and P in 8 bits")
+        return Prepared(run, rounding=FP8_ROUNDING, note="q and P in 8 bits")
     return Prepared(run)
 
 
