@@ -87,7 +87,36 @@ def test_long_requests_are_split_and_merged(page_size: int, threshold: float | N
     check(batch, threshold)
 
 
+@pytest.mark.variants(lambda page_size: [dense(page_size=page_size, dtype=FP16)])
+@pytest.mark.parametrize("page_size", [16, 3])
+def test_every_number_is_dequantised_exactly(page_size: int) -> None:
+    """Requests of one key: the output is V, and each query looks at one channel of K."""
+    requests, heads = 32, torch.arange(8, device=DEVICE)
+    batch = fp8((1,) * requests, 8, 2, 128, page_size, FP16)
+    codes = [code for code in range(256) if code % 128 != 127]  # but NaN
+    finite = torch.tensor(codes, dtype=torch.uint8, device=DEVICE).view(FP8)
+    of_kv_heads = torch.stack([finite.view(torch.uint8)[i : i + 128] for i in (0, 126)]).view(FP8)
+    for request in range(requests):
+        page, slot = batch.place(request, torch.zeros(1, dtype=torch.long, device=DEVICE))
+        batch.k[page, slot], batch.v[page, slot] = of_kv_heads, of_kv_heads
+    channel = 4 * torch.arange(requests, device=DEVICE)[:, None] + heads % 4
+    batch.q = torch.nn.functional.one_hot(channel, 128).to(FP16)
+    out, lse = run(plan(batch), batch)
+    numbers = of_kv_heads.double().repeat_interleave(4, 0)
+    assert torch.equal(out.double(), numbers.expand_as(out))
+    scores = numbers[heads, channel] * 128**-0.5 * math.log2(math.e)
+    torch.testing.assert_close(lse.double(), scores, rtol=2**-21, atol=0)
+
+
 ALL = {"window_left": 700, "logits_soft_cap": 9.0, "q_len": 3}
+
+
+@pytest.mark.variants(lambda q_len: [sparse(q_len=q_len), dense(q_len=q_len)])
+@pytest.mark.parametrize("threshold", [None, LAMBDA])
+@pytest.mark.parametrize("q_len", [2, 8])
+def test_several_tokens_of_a_request(q_len: int, threshold: float | None) -> None:
+    lengths = (0, q_len, 64, 66, 135, 1000, 9000)
+    check(fp8(lengths, 8, 2, q_len=q_len, gain=7.5), threshold)
 
 
 @pytest.mark.variants([sparse(**ALL, sinks=torch.empty(0)), dense(**ALL, sinks=torch.empty(0))])

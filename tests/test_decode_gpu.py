@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from paged import (
+    FP8,
     LAMBDA,
     ROUNDING_BAND,
     Paged,
@@ -383,33 +387,51 @@ def test_runs_on_the_current_stream() -> None:
     assert torch.equal(lse, expected[1])
 
 
-@pytest.mark.variants(lambda page_size: [skipping(page_size=page_size)])
-@pytest.mark.parametrize("page_size", [16, 3])
-def test_graph_replays_follow_growing_requests(page_size: int) -> None:
-    lens = [60, 0, 1000, 15, 8127, 40_000]
-    longest = make_paged([n + 200 for n in lens], 8, 2, 128, page_size)
-    k, v, _ = longest.gathered()
-    starts = torch.tensor([0, *(n + 200 for n in lens)]).cumsum(0).tolist()
-    batch = make_paged([n + 200 for n in lens], 8, 2, 128, page_size)
-    batch.k[:], batch.v[:] = math.nan, math.nan
+LENGTHS = (60, 0, 1000, 15, 8127, 40_000)  # at step 0; each step adds a key
+
+
+def growing(steps: int, page_size: int, **options: Any) -> tuple[Paged, Callable[[int], None]]:
+    """A batch, and what writes its page table, keys and queries of a step over those before."""
+    longest = make_paged([n + steps for n in LENGTHS], 8, 2, 128, page_size, **options)
+    k, v, starts = longest.gathered()
+    batch = dataclasses.replace(longest, q=longest.q.clone())
     pages = torch.randperm(len(batch.k), device=DEVICE)
-    live = torch.zeros(len(lens), device=DEVICE)
+
+    def set_step(step: int) -> None:
+        now = [n + step for n in LENGTHS]
+        ptr, indices, last = page_table(now, page_size, pages)
+        batch.indptr.copy_(ptr)
+        batch.indices[: len(indices)] = indices
+        batch.last_page_len.copy_(last)
+        for i, (start, n) in enumerate(zip(starts.tolist(), now, strict=False)):
+            place = batch.place(i, torch.arange(n, device=DEVICE))
+            batch.k[place] = k[start : start + n].to(batch.k.dtype)
+            batch.v[place] = v[start : start + n].to(batch.v.dtype)
+        batch.q.copy_(longest.q.roll(step, 2))
+
+    nan = torch.full_like(batch.k, math.nan, dtype=torch.float32)
+    batch.k.copy_(nan)
+    batch.v.copy_(nan)
+    return batch, set_step
+
+
+@pytest.mark.variants(
+    lambda page_size, kv_dtype: [skipping(page_size=page_size, kv_data_type=kv_dtype)]
+)
+@pytest.mark.parametrize(("kv_dtype", "steps"), [(BF16, 200), (FP8, 40)])
+@pytest.mark.parametrize("page_size", [16, 3])
+def test_graph_replays_follow_growing_requests(
+    page_size: int, kv_dtype: torch.dtype, steps: int
+) -> None:
+    batch, set_step = growing(steps, page_size, kv_dtype=kv_dtype)
+    live = torch.zeros(len(LENGTHS), device=DEVICE)
     wrapper = plan(batch, skip_softmax_threshold=live, collect_stats=True)
     out, lse = run(wrapper, batch)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         wrapper.run(batch.q, batch.cache, out=out, lse=lse)
-    for step in range(200):
-        now = [n + step for n in lens]
-        ptr, indices, last = page_table(now, page_size, pages)
-        batch.indptr.copy_(ptr)
-        batch.indices[: len(indices)] = indices
-        batch.last_page_len.copy_(last)
-        for i, n in enumerate(now):
-            place = batch.place(i, torch.arange(n, device=DEVICE))
-            batch.k[place] = k[starts[i] : starts[i] + n]
-            batch.v[place] = v[starts[i] : starts[i] + n]
-        batch.q.copy_(longest.q.roll(step, 2))
+    for step in range(steps):
+        set_step(step)
         live.fill_(LAMBDA if step % 2 else 1e-3)
         wrapper.reset_stats()
         out.fill_(math.nan)
@@ -418,6 +440,29 @@ def test_graph_replays_follow_growing_requests(page_size: int) -> None:
         exact = oracle(wrapper, batch, live.tolist())
         assert_matches(batch, out, lse, exact)
         assert_counts(wrapper.stats, exact)
+
+
+@pytest.mark.variants(
+    lambda page_size: [variant(page_size=page_size), skipping(page_size=page_size)]
+)
+@pytest.mark.parametrize("threshold", [None, LAMBDA])
+@pytest.mark.parametrize("page_size", [16, 3])
+def test_new_lengths_count_from_the_next_run(page_size: int, threshold: float | None) -> None:
+    """One plan, no graph."""
+    batch, set_step = growing(20, page_size)
+    skips: dict[str, Any] = {}
+    if threshold is not None:
+        skips = {"skip_softmax_threshold": threshold, "collect_stats": True}
+    wrapper = plan(batch, **skips)
+    for step in (0, 1, 4, 5, 19):
+        set_step(step)
+        if skips:
+            wrapper.reset_stats()
+        out, lse = run(wrapper, batch)
+        exact = oracle(wrapper, batch, threshold)
+        assert_matches(batch, out, lse, exact)
+        if skips:
+            assert_counts(wrapper.stats, exact)
 
 
 @pytest.mark.variants([skipping()])

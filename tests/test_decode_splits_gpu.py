@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from paged import (
+    LAMBDA,
     ROUNDING_BAND,
     Paged,
     assert_counts,
@@ -152,3 +153,27 @@ def test_outputs_of_any_number_of_splits_are_within_the_budget(
             assert torch.equal(lse, again[1])
     # The states of segments that are merged: there were splits, and ever more of them.
     assert states[0] == 0 < states[1] < states[2] < states[3]
+
+
+@pytest.mark.variants([skipping(GROUP)])
+@pytest.mark.parametrize("quiet", range(KV_HEADS))
+def test_heads_that_skip_unevenly(quiet: int, ctas: list[int]) -> None:
+    """The queries of one KV head do not look where hot tiles draw those of the other."""
+    kv_lens, heads = BATCHES["ragged"], (KV_HEADS * GROUP, KV_HEADS)
+    batch = make_paged(kv_lens, *heads, hot=0.05)
+    of_quiet = slice(quiet * GROUP, (quiet + 1) * GROUP)
+    batch.q[:, of_quiet] = 0.5 * make_paged(kv_lens, *heads, seed=1, hot=None).q[:, of_quiet]
+    exact = oracle(plan(batch, skip_softmax_threshold=LAMBDA), batch, LAMBDA)
+    counted = []
+    for ctas[0] in CTAS:
+        wrapper = plan(batch, skip_softmax_threshold=LAMBDA, collect_stats=True)
+        out, lse = run(wrapper, batch)
+        assert_matches(batch, out, lse, exact)
+        assert_counts(wrapper.stats, exact)
+        assert all(map(torch.equal, run(wrapper, batch), (out, lse)))
+        counted.append(wrapper.stats // 2)
+    assert all(torch.equal(stats, counted[0]) for stats in counted)
+    skipped, visited = counted[0].unbind(2)
+    assert not skipped[:, quiet].any()
+    is_long = torch.tensor(kv_lens) > 1000
+    assert (skipped[is_long, 1 - quiet] > 0.5 * visited[is_long, 1 - quiet]).all()
