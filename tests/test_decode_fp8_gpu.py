@@ -108,7 +108,7 @@ def test_every_number_is_dequantised_exactly(page_size: int) -> None:
     torch.testing.assert_close(lse.double(), scores, rtol=2**-21, atol=0)
 
 
-ALL = {"window_left": 700, "logits_soft_cap": 9.0, "q_len": 3}
+ALL = {"window_left": 700, "logits_soft_cap": 9.0, "sinks": torch.empty(0)}
 
 
 @pytest.mark.variants(lambda q_len: [sparse(q_len=q_len), dense(q_len=q_len)])
@@ -119,10 +119,11 @@ def test_several_tokens_of_a_request(q_len: int, threshold: float | None) -> Non
     check(fp8(lengths, 8, 2, q_len=q_len, gain=7.5), threshold)
 
 
-@pytest.mark.variants([sparse(**ALL, sinks=torch.empty(0)), dense(**ALL, sinks=torch.empty(0))])
+@pytest.mark.variants(lambda q_len: [sparse(q_len=q_len, **ALL), dense(q_len=q_len, **ALL)])
 @pytest.mark.parametrize("threshold", [None, LAMBDA])
-def test_all_options_together(threshold: float | None) -> None:
-    batch = fp8((0, 1, 4, 64, 66, 135, 1000, 9000), 8, 2, q_len=3, gain=7.5)
+@pytest.mark.parametrize("q_len", [1, 2, 3, 8])
+def test_all_options_together(q_len: int, threshold: float | None) -> None:
+    batch = fp8((0, 1, 4, 64, 66, 135, 1000, 9000), 8, 2, q_len=q_len, gain=7.5)
     batch.scales = {"k_scale": torch.tensor([1.5, 0.7], device=DEVICE), "v_scale": 0.1}
     sinks = torch.linspace(-3, 3, 8, device=DEVICE)
     check(batch, threshold, window_left=700, logits_soft_cap=9.0, sinks=sinks)

@@ -155,14 +155,28 @@ def test_outputs_of_any_number_of_splits_are_within_the_budget(
     assert states[0] == 0 < states[1] < states[2] < states[3]
 
 
-@pytest.mark.variants([skipping(GROUP)])
-@pytest.mark.parametrize("quiet", range(KV_HEADS))
-def test_heads_that_skip_unevenly(quiet: int, ctas: list[int]) -> None:
+def make_uneven(kv_lens: tuple[int, ...], quiet: int) -> Paged:
     """The queries of one KV head do not look where hot tiles draw those of the other."""
-    kv_lens, heads = BATCHES["ragged"], (KV_HEADS * GROUP, KV_HEADS)
+    heads = (KV_HEADS * GROUP, KV_HEADS)
     batch = make_paged(kv_lens, *heads, hot=0.05)
     of_quiet = slice(quiet * GROUP, (quiet + 1) * GROUP)
     batch.q[:, of_quiet] = 0.5 * make_paged(kv_lens, *heads, seed=1, hot=None).q[:, of_quiet]
+    return batch
+
+
+def assert_uneven(stats: Tensor, kv_lens: tuple[int, ...], quiet: int) -> None:
+    """KV head `quiet` skips nothing, the other more than half of each long request."""
+    skipped, visited = stats.unbind(2)
+    assert not skipped[:, quiet].any()
+    is_long = torch.tensor(kv_lens) > 1000
+    assert (skipped[is_long, 1 - quiet] > 0.5 * visited[is_long, 1 - quiet]).all()
+
+
+@pytest.mark.variants([skipping(GROUP)])
+@pytest.mark.parametrize("quiet", range(KV_HEADS))
+def test_heads_that_skip_unevenly(quiet: int, ctas: list[int]) -> None:
+    kv_lens = BATCHES["ragged"]
+    batch = make_uneven(kv_lens, quiet)
     exact = oracle(plan(batch, skip_softmax_threshold=LAMBDA), batch, LAMBDA)
     counted = []
     for ctas[0] in CTAS:
@@ -173,7 +187,73 @@ def test_heads_that_skip_unevenly(quiet: int, ctas: list[int]) -> None:
         assert all(map(torch.equal, run(wrapper, batch), (out, lse)))
         counted.append(wrapper.stats // 2)
     assert all(torch.equal(stats, counted[0]) for stats in counted)
-    skipped, visited = counted[0].unbind(2)
-    assert not skipped[:, quiet].any()
-    is_long = torch.tensor(kv_lens) > 1000
-    assert (skipped[is_long, 1 - quiet] > 0.5 * visited[is_long, 1 - quiet]).all()
+    assert_uneven(counted[0], kv_lens, quiet)
+
+
+def decide_alike(batch: Paged, ctas: list[int]) -> tuple[list[Tensor], Tensor]:
+    """The decisions and counters, which are the oracle's on any number of CTAs."""
+    exact = oracle(plan(batch, skip_softmax_threshold=LAMBDA), batch, LAMBDA)
+    decided = []
+    for ctas[0] in CTAS:
+        kept, stats = decide(batch, LAMBDA)
+        assert_the_oracles(kept, stats, exact)
+        decided.append((kept, stats))
+        assert_same_maps(kept, decided[0][0])
+        assert torch.equal(stats, decided[0][1])
+    return decided[0]
+
+
+@pytest.mark.variants([skipping(GROUP)])
+@pytest.mark.parametrize("quiet", range(KV_HEADS))
+def test_decisions_of_heads_that_skip_unevenly(quiet: int, ctas: list[int]) -> None:
+    kv_lens = BATCHES["ragged"]
+    _, stats = decide_alike(make_uneven(kv_lens, quiet), ctas)
+    assert_uneven(stats, kv_lens, quiet)
+
+
+def tiles_of_heads(num_tiles: int, device: torch.device) -> Tensor:
+    """Bool ``[KV heads, tiles, GROUP]``: the query heads that a tile draws; tile 0 draws all."""
+    tile = torch.arange(num_tiles, device=device)[:, None]
+    shift = 5 * torch.arange(KV_HEADS, device=device)[:, None, None]
+    return ((tile + shift) % 37 == torch.arange(GROUP, device=device)) | (tile == 0)
+
+
+def make_own_tiles(kv_lens: tuple[int, ...], quiet: int) -> Paged:
+    """Each query head of a group is drawn by tiles of its own, and number `quiet` by none."""
+    batch = make_paged(kv_lens, KV_HEADS * GROUP, KV_HEADS, hot=None)
+    looks = 12 * torch.eye(batch.q.shape[2], device=batch.q.device)[:GROUP]
+    towards = looks.repeat(KV_HEADS, 1)
+    towards[quiet] = 0
+    batch.q = (0.5 * batch.q + towards).to(batch.q.dtype)
+    for request, n in enumerate(kv_lens):
+        key = torch.arange(n, device=batch.q.device)
+        drawn = tiles_of_heads(-(-n // TILE), key.device)[:, key // TILE].transpose(0, 1)
+        place = batch.place(request, key)
+        batch.k[place] = (0.5 * batch.k[place] + drawn.float() @ looks).to(batch.k.dtype)
+    return batch
+
+
+@pytest.mark.variants([skipping(GROUP)])
+@pytest.mark.parametrize("quiet", range(KV_HEADS * GROUP))
+def test_query_heads_of_a_group_vote_for_tiles_of_their_own(quiet: int, ctas: list[int]) -> None:
+    """What one head of a group looks at is kept for all; one that looks at all keeps everything."""
+    kv_lens, of_quiet = BATCHES["ragged"], quiet // GROUP
+    kept, stats = decide_alike(make_own_tiles(kv_lens, quiet), ctas)
+    for of_request in kept:
+        drawn = tiles_of_heads(of_request.shape[1], of_request.device).any(2)
+        drawn[of_quiet] = True
+        assert torch.equal(of_request, drawn)
+    assert_uneven(stats, kv_lens, of_quiet)
+
+
+@pytest.mark.variants([skipping(GROUP)])
+@pytest.mark.parametrize("quiet", [0, KV_HEADS * GROUP - 1])
+def test_outputs_of_query_heads_with_tiles_of_their_own(quiet: int, ctas: list[int]) -> None:
+    batch = make_own_tiles(BATCHES["ragged"], quiet)
+    exact = oracle(plan(batch, skip_softmax_threshold=LAMBDA), batch, LAMBDA)
+    for ctas[0] in CTAS:
+        wrapper = plan(batch, skip_softmax_threshold=LAMBDA, collect_stats=True)
+        out, lse = run(wrapper, batch)
+        assert_matches(batch, out, lse, exact)
+        assert_counts(wrapper.stats, exact)
+        assert all(map(torch.equal, run(wrapper, batch), (out, lse)))
