@@ -111,9 +111,9 @@ class Call:
 def prefill_call(number: int, device: str) -> Call:
     """An example of PREFILL."""
     head_dim, dtype, given = PREFILL[number]
-    qo_lens, kv_lens, heads = given.get("batch", ALONE)
+    options = dict(given)
+    qo_lens, kv_lens, heads = options.pop("batch", ALONE)
     batch = make_ragged(qo_lens, kv_lens, *heads, head_dim, dtype, device=device, hot=0.3, gain=8.0)
-    options = {n: x for n, x in given.items() if n != "batch"}
     options = {"q_data_type": dtype, **with_sinks(options, heads[0], device)}
     indices = {"qo_indptr": batch.qo_indptr, "kv_indptr": batch.kv_indptr}
     method, inputs, layout = "plan", (batch.q, batch.k, batch.v), "NHD"

@@ -11,13 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import Case, DecodeCase, PrefillCase
-from benchmarks.contestant import (
-    FP8_ROUNDING,
-    NOT_ASKED,
-    Contestant,
-    Prepared,
-    Unsupported,
-)
+from benchmarks.contestant import FP8_ROUNDING, NOT_ASKED, Contestant, Prepared, Unsupported
 from benchmarks.data import Data, DecodeData, PrefillData
 
 

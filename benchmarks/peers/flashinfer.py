@@ -15,13 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import Case, DecodeCase, PrefillCase
-from benchmarks.contestant import (
-    FP8_ROUNDING,
-    NOT_ASKED,
-    Contestant,
-    Prepared,
-    Unsupported,
-)
+from benchmarks.contestant import FP8_ROUNDING, NOT_ASKED, Contestant, Prepared, Unsupported
 from benchmarks.data import PREFILL_TILE, THRESHOLD, Data, DecodeData, PrefillData
 from benchmarks.peers.probe import skipped_share
 
