@@ -5,7 +5,6 @@
 #pragma once
 #include "pipeline.cuh"
 #include "ptx/cluster.cuh"
-#include "ptx/tma.cuh"
 #include "work_item.cuh"
 
 constexpr int PAIR = 2;
@@ -103,7 +102,7 @@ struct Copies {
 
 // Of a CTA that fills its stages alone.
 struct NoMeeting {
-  FS_DEVICE void operator()() const {}
+  FS_DEVICE void operator()(bool) const {}
 };
 
 // Where both CTAs fill a stage in both. Each announces that its own is free and expects the bytes, and copies when the
@@ -117,9 +116,9 @@ struct Meetings {
 
   FS_DEVICE explicit Meetings(uint64_t (&ready)[STAGES]) : ready(ready) {}
 
-  FS_DEVICE void meet(int stage) {
+  FS_DEVICE void meet(int stage, bool announces) {
     const uint32_t barrier = shared_address(&ready[stage]);
-    if (elect_one()) mbarrier_arrive_there(at_other(barrier));  // the lane that has announced the bytes
+    if (announces) mbarrier_arrive_there(at_other(barrier));
     mbarrier_wait(barrier, parities >> stage & 1);
     parities ^= 1u << stage;
   }

@@ -15,8 +15,9 @@ constexpr bool TAIL_IS_ZERO = false;           // rows past the request's last k
 template <class Params, int TILE_KV>
 struct KvLoader {
   const Params& p;
-  int kv_head;  // of the work item
-  int page, next_page;  // of this lane's box: of the tile that is loaded, and of the one after it
+  const bool elected = elect_one();  // once: behind a wait, lanes need not be together
+  int kv_head;                       // of the work item
+  int page, next_page;               // of this lane's box: of the tile that is loaded, and of the one after it
 
   FS_DEVICE explicit KvLoader(const Params& p) : p(p) {}
 
@@ -62,11 +63,11 @@ struct KvLoader {
     const int mine = (boxes.count * CHUNKS - warp + LOADER_WARPS - 1) / LOADER_WARPS;
     const uint64_t policy = createpolicy_evict_last();
     until_released();
-    if (elect_one()) {
+    if (elected) {
       mbarrier_arrive_expect_tx(shared_address(&loaded), (mine << boxes.log2_rows) * CHUNK_ROW_BYTES);
     }
     __syncwarp();  // the bytes are announced before any can arrive
-    meet();
+    meet(elected);
     if (box >= boxes.count || !copies.have(threadIdx.x % 32)) return;
     const auto load = [&](auto copy) {
       copy(to, map, shared_address(&loaded), policy, FIRST_COLUMN + chunk * CHUNK_COLUMNS, token, kv_head, page_of_box);

@@ -10,7 +10,8 @@ constexpr bool TAIL_IS_ZERO = true;  // rows past the request's last key
 
 template <class Params, int TILE_KV>
 struct KvLoader {
-  int kv_head, kv_len, end_kv;  // of the work item; read once, as every tile's loads wait for them
+  const bool elected = elect_one();  // once: behind a wait, lanes need not be together
+  int kv_head, kv_len, end_kv;       // of the work item; read once, as every tile's loads wait for them
 
   FS_DEVICE explicit KvLoader(const Params&) {}
 
@@ -29,10 +30,9 @@ struct KvLoader {
   template <int COLUMNS, int FIRST_COLUMN, class Wait, class Meet = NoMeeting>
   FS_DEVICE void load(const WorkItem&, const TensorMap* map, int tile, const void* stage, uint64_t& loaded,
                       const Wait& until_released, const Copies& copies = {}, const Meet& meet = {}) const {
-    const bool elected = elect_one();
     until_released();
     if (elected) mbarrier_arrive_expect_tx(shared_address(&loaded), tile_bytes(TILE_KV, COLUMNS));
-    meet();
+    meet(elected);
     if (!elected) return;
     load_rows<COLUMNS, FIRST_COLUMN>(stage, map, loaded, createpolicy_evict_last(), TILE_KV,
                                      tile * TILE_KV - kv_len, kv_head, end_kv, copies);

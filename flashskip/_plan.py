@@ -33,6 +33,12 @@ _ARGUMENTS = {
     "stats": "collect_stats",
     "bound": "collect_bound",
 }
+# The same in decode, where the causal limit is that of several new tokens among themselves.
+_DECODE_ARGUMENTS = {
+    "causal": "q_len_per_req > 1",
+    "head_dim_qk": "head_dim",
+    "head_dim_vo": "head_dim",
+}
 
 OPTION_TENSORS = {  # options that may be tensors, and their element types
     "skip_softmax_threshold": torch.float32,
@@ -135,9 +141,8 @@ def require_kernel(variant: Variant, device: torch.device) -> None:
         )
     name = fault(variant)
     if name is not None:
-        # In decode the causal limit is that of several new tokens among themselves.
-        multi_token = variant.op == "decode" and name == "causal"
-        argument = "q_len_per_req > 1" if multi_token else _ARGUMENTS.get(name, name)
+        arguments = _ARGUMENTS | (_DECODE_ARGUMENTS if variant.op == "decode" else {})
+        argument = arguments.get(name, name)
         choices = ", ".join(map(str, alternatives(variant, name)))
         raise UnsupportedVariant(
             f"{argument} asks for {name}={getattr(variant, name)} in {variant.op}, which no "

@@ -165,11 +165,12 @@ _RULES: tuple[tuple[str, Callable[..., bool]], ...] = (
     ("rows", lambda kv_dtype, head_dim_vo, rows: (rows or 0) <= most_rows(kv_dtype, head_dim_vo)),
     ("order", lambda op, skip, order: (order is not None) == (op == "prefill" and skip != "dense")),
     ("vote_kv", lambda skip, vote_kv: (vote_kv is not None) == (skip != "dense")),
-    # What these keep does not fit the registers of a warpgroup beside gathered pages.
-    ("skip", lambda kv_path, skip: (kv_path, skip) != ("paged_gather", "budget")),
+    # Of other orders, the loaders that gather rows have too few registers beside a budget.
     (
-        "vote_kv",
-        lambda kv_path, skip, vote_kv: (kv_path, skip, vote_kv) != ("paged_gather", "measure", 128),
+        "order",
+        lambda kv_path, skip, order: (
+            (kv_path, skip) != ("paged_gather", "budget") or order == ORDERS[0]
+        ),
     ),
     ("stats", lambda skip, stats: skip not in ("dense", "measure") or not stats),
     ("bound", lambda skip, bound: skip not in ("dense", "measure") or not bound),

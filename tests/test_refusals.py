@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from typing import Any
 
+import paged
+import prefill_gpu
 import pytest
 import torch
 from reported import BF16
 from test_reported_wrappers import PHASES, Call
 
+import flashskip
+from flashskip import _plan
+from flashskip.variant import Variant
+
+DECODE = paged.variant()
+BUDGET = prefill_gpu.variant(page_size=1, skip_criterion="budget", skip_budget=0.1)
 PARTS = re.compile(r".+; expected .+\. [A-Z].+\.$", re.DOTALL)  # found; expected. Advice.
 
 
@@ -99,6 +108,27 @@ def test_decode_names_its_own_arguments() -> None:
         with pytest.raises(ValueError, match=rf"^{name}\b") as error:
             call.plan()
         assert_refused(error)
+
+
+@pytest.mark.parametrize(
+    ("v", "message"),
+    [
+        (dataclasses.replace(DECODE, head_dim_qk=192, head_dim_vo=192), "head_dim asks for "),
+        (dataclasses.replace(DECODE, causal=True, rows=7), "num_qo_heads / num_kv_heads \\* q_len"),
+        (
+            dataclasses.replace(BUDGET, order="ascending"),
+            "order asks for order=ascending in prefill",
+        ),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_kernels_that_do_not_exist(
+    v: Variant, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_plan, "_capability", lambda device: (9, 0))
+    with pytest.raises(flashskip.UnsupportedVariant, match=message) as error:
+        _plan.require_kernel(v, torch.device("cuda", 0))
+    assert re.search(r"; supported: \w.*\. [A-Z].+\.$", str(error.value)), str(error.value)
 
 
 @pytest.mark.parametrize("name", ["sm_scale", "logits_soft_cap"])

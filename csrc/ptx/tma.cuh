@@ -2,8 +2,8 @@
 #pragma once
 #include "types.cuh"
 
-// True in one lane of the warp, always the same one. Of a copy that another condition leaves to one lane the compiler makes
-// a loop over lanes.
+// True in one lane of a warp whose lanes are together, always the same one. Of a copy that another condition leaves to one
+// lane the compiler makes a loop over lanes.
 FS_DEVICE bool elect_one() {
   uint32_t elected;
   asm volatile(
