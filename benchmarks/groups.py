@@ -54,6 +54,8 @@ PREFILL_HEAD_DIMS = (
 )
 PREFILL_MIX, PREFILL_UNIFORM = (prefill(lens, True, shares=_DENSE) for lens in (_MIX, _UNIFORM))
 PREFILL_PAGED = {p: prefill(8192, True, page_size=p, shares=_DENSE) for p in (16, 64, 1)}
+# Where the vote is all that the skip kernel has more, and its share of the time is largest.
+PREFILL_VOTES = (PREFILL_DENSE[1], PREFILL_SWEPT[3], PREFILL_PAGED[1])
 PREFILL_CHUNK = chunk(512, 131072, shares=_ENDS)
 # Rows of one head would fill a quarter of a unit; at 64 they fill one, and the keys are divided.
 PREFILL_FEW_QUERIES = (chunk(16, 32768, 8, shares=_ENDS), chunk(64, 131072, shares=_ENDS))

@@ -1,6 +1,7 @@
 """flashskip itself: the dense kernel, and the skip kernel at the data's threshold.
 
-On a paged prefill also the dense kernel on the same K and V without pages, as what paging costs.
+On a paged prefill also the dense kernel on the same K and V without pages, as what paging costs; in
+some cases the skip kernel with votes of 128 keys, as what votes of 64 cost.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import flashskip
 from benchmarks.cases import Case, DecodeCase, PrefillCase
 from benchmarks.contestant import NOT_ASKED, Contestant, Prepared, Unsupported
 from benchmarks.data import THRESHOLD, Data, DecodeData, PrefillData, make_data
+from benchmarks.groups import PREFILL_VOTES
 from flashskip.variant import supported
 
 # Seconds of the first plan() of each kernel: with an empty cache that is render, compile and load.
@@ -50,6 +52,13 @@ def prepare_unpaged(case: Case, data: Data) -> Prepared:
     prepared = prepare(replace(case, page_size=0), data)
     prepared.paged = False
     return prepared
+
+
+def prepare_votes_of_128(case: Case, data: Data) -> Prepared:
+    """Plan the skip kernel with wide votes, in a few cases."""
+    if case not in PREFILL_VOTES:
+        raise Unsupported(NOT_ASKED)
+    return prepare(case, data, **_SKIP_BY_128)
 
 
 def _wrapper(case: Case, data: Data, options: dict[str, object]) -> tuple:
@@ -112,7 +121,8 @@ def variants(cases: Iterable[Case]) -> list[flashskip.Variant]:
     """Return the supported kernels that the contestants launch on these cases, found on the CPU."""
     found: dict[flashskip.Variant, None] = {}
     for case in cases:
-        for options in ({}, _SKIP, {**_SKIP, "collect_stats": True}):
+        skips = (_SKIP, _SKIP_BY_128) if case in PREFILL_VOTES else (_SKIP,)
+        for options in ({}, *skips, *({**skip, "collect_stats": True} for skip in skips)):
             try:
                 variant = variant_of(case, **options)
             except (flashskip.UnsupportedVariant, ValueError):  # the run will say so
@@ -139,8 +149,10 @@ def _shortest(case: Case) -> Case:
 
 
 _SKIP = {"skip_softmax_threshold": THRESHOLD}
+_SKIP_BY_128 = {**_SKIP, "vote_kv": 128}
 CONTESTANTS = (
     Contestant("flashskip dense", prepare, ours=True),
     Contestant("flashskip skip", partial(prepare, **_SKIP), skips=True, ours=True),
     Contestant("flashskip ragged", prepare_unpaged, ours=True),
+    Contestant("flashskip skip by 128", prepare_votes_of_128, skips=True, ours=True),
 )
