@@ -19,7 +19,7 @@ struct PairTalk {
   uint64_t told, claimed, wanted;
 
   FS_DEVICE void initialise() {
-    next_item = 0;
+    if (rank_in_pair() == 0) next_item = 0;  // the other's is only written by the first CTA
     for (uint64_t* barrier : {&told, &claimed, &wanted}) mbarrier_init(shared_address(barrier), 1);
   }
 };

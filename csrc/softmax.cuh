@@ -55,11 +55,26 @@ FS_DEVICE bool raise_maximum(RowPair& rows, const float (&t)[2], float scale_log
   return moved;
 }
 
-// Score registers [FIRST, FIRST + COUNT) become probabilities, summed into l in fp32.
-template <int FIRST, int COUNT, int N>
-FS_DEVICE void exponentiate(float (&s)[N], RowPair& rows, const float (&shift)[2], float scale_log2) {
+// Score registers [FIRST, FIRST + COUNT) to probabilities, summed into l in fp32 and rounded into wgmma's A operand,
+// 16 keys a fragment. The accumulator's layout is the fragment's: no data moves between threads.
+template <class Element, int FIRST, int COUNT, int N>
+FS_DEVICE void exponentiate(const float (&s)[N], RowPair& rows, const float (&shift)[2], float scale_log2,
+                            uint32_t (&probabilities)[N / 8][4]) {
 #pragma unroll
   for (int i = FIRST; i < FIRST + COUNT; i += 2) {
+    const int r = row_of(i);
+    const float a = ex2(fmaf(s[i], scale_log2, -shift[r]));
+    const float b = ex2(fmaf(s[i + 1], scale_log2, -shift[r]));
+    rows.l[r] += a + b;
+    probabilities[i / 8][i % 8 / 2] = Element::pack(a, b);
+  }
+}
+
+// The same of all registers, in two steps.
+template <int N>
+FS_DEVICE void exponentiate(float (&s)[N], RowPair& rows, const float (&shift)[2], float scale_log2) {
+#pragma unroll
+  for (int i = 0; i < N; i += 2) {
     const int r = row_of(i);
     s[i] = ex2(fmaf(s[i], scale_log2, -shift[r]));
     s[i + 1] = ex2(fmaf(s[i + 1], scale_log2, -shift[r]));
@@ -67,12 +82,10 @@ FS_DEVICE void exponentiate(float (&s)[N], RowPair& rows, const float (&shift)[2
   }
 }
 
-// Rounds them into wgmma's A operand, 16 keys a fragment. The accumulator's layout is the fragment's: no data moves
-// between threads.
-template <class Element, int FIRST, int COUNT, int N>
+template <class Element, int N>
 FS_DEVICE void pack(const float (&s)[N], uint32_t (&probabilities)[N / 8][4]) {
 #pragma unroll
-  for (int i = FIRST; i < FIRST + COUNT; i += 2) probabilities[i / 8][i % 8 / 2] = Element::pack(s[i], s[i + 1]);
+  for (int i = 0; i < N; i += 2) probabilities[i / 8][i % 8 / 2] = Element::pack(s[i], s[i + 1]);
 }
 
 // Multiplies the output's rows where a maximum of the warp `moved`; most tiles move none. True where it did.

@@ -200,8 +200,13 @@ def compile_with_line_info() -> None:
 
 
 def launch(call: Call, device: str) -> Variant:
-    """Run into poisoned outputs; returns the kernel."""
+    """Run into poisoned outputs; returns the kernel.
+
+    Its name is said first, and its end waited for, so that who finds this process at a standstill
+    sees which launch does not end.
+    """
     wrapper = call.plan(torch.empty(0) if device == "cpu" else None)
+    print(f"launching {wrapper.variant.symbol}", flush=True)
     out = poisoned(call.out_shape, call.inputs[0].dtype, device)
     lse = poisoned(call.out_shape[:2], torch.float32, device)
     call.run(wrapper, out=out, lse=lse)
@@ -223,5 +228,4 @@ def decode(device: str = "cuda") -> list[Variant]:
 if __name__ == "__main__":
     compile_with_line_info()
     launched = {"prefill": prefill, "decode": decode}[sys.argv[1]]()
-    torch.cuda.synchronize()
     print(f"launched {len(launched)} kernels")

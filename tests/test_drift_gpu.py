@@ -58,7 +58,7 @@ PAIRED = {  # where CTAs are launched in pairs
 CONSUMING = {
     "multiplying": "wait_for_k(shared, k);\n      if (sees(unit",
     "voting": "if (threadIdx.x % 32 == 0) st_shared_volatile_u8(voter.own",
-    "giving V back": "release(shared.v_ring.released[v.stage]);",
+    "giving V back": "release(shared.v_ring.released[v.stage]);\n    }",
 }
 OVERLAPPING = {  # where a tile's P.V is issued behind the next one's Q.K
     "taking its turn": "wait_for_turn(unit.index);\n  multiply_qk",

@@ -9,12 +9,7 @@ FS_DEVICE uint32_t shared_of_rank(uint32_t address, uint32_t rank) {
   return there;
 }
 
-// All threads of all CTAs have come here, and see what the others wrote before.
-FS_DEVICE void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-// The same, but it orders nothing: a release would wait for every store to memory.
+// All threads of all CTAs have come here. It orders nothing: a release would wait for every store to memory.
 FS_DEVICE void cluster_meet() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
