@@ -108,7 +108,8 @@ def _decode(results: Results) -> Iterator[Bar]:
         row = table.get(case)
         figure = row and row.speedup(row.ceiling, row.own_dense)
         yield Bar("dense over cuDNN on unpaged K and V", case.name, figure, 0.98)
-    for case in groups.DECODE_DENSE:
+    others = (groups.DECODE_PAGE_1, groups.DECODE_BF16, *groups.DECODE_GRAPHS)
+    for case in (*groups.DECODE_DENSE, *others):
         yield Bar("skip over dense, nothing skipped", case.name, table.cost_of_test(case), 0.99)
     swept = (groups.DECODE_LARGE, groups.DECODE_USUAL, groups.DECODE_ONE)
     for case in (cases[page_size] for page_size in (64, 16) for cases in swept):

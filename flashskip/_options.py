@@ -30,8 +30,10 @@ class PlanOptions:
     ----------
     q_data_type : torch.dtype
         Element type of q: bfloat16 or float16; on the CPU float32 too.
-    kv_data_type, o_data_type : torch.dtype, optional
-        Of K and V, and of the output. Default: that of q.
+    kv_data_type : torch.dtype, optional
+        Of K and V: that of q, the default, or in decode ``torch.float8_e4m3fn``.
+    o_data_type : torch.dtype, optional
+        Of the output: bfloat16 or float16; on the CPU float32 too. Default: that of q.
     causal : bool
         Prefill only. Query row i of a request sees key j iff ``j <= i + kv_len - qo_len``.
     sm_scale : float, optional
@@ -63,7 +65,7 @@ class PlanOptions:
     order : str
         Prefill only: visiting order of the tiles; few queries on a long cache decide without it.
     vote_kv : {None, 64, 128}
-        Keys of one decision; None is the default of the kernel.
+        Keys of one decision; None is the default of the kernel: 64. Decode has 64 only.
     collect_stats : bool
         Count skipped and visited decisions into `stats`.
     collect_bound : bool
