@@ -7,6 +7,7 @@ which adds no instruction, so that a report names lines of `csrc`.
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,7 @@ BUDGETS = {"skip_criterion": "budget", "skip_budget": 0.02, "collect_stats": Tru
 # and merged. CTAs share no tiles of these; of the others they do, and claim items in pairs.
 ALONE = ((70, 0, 5, 130, 1, 200, 66), (70, 40, 300, 130, 0, 260, 4200), (3, 1))
 PAIRED = ((200, 130) * 13, (200, 130) * 13, (4, 1))
+STUCK = 120  # seconds after which a run, which takes 15 to 45, says where the host stands
 PAGED_LENS = (0, 1, 63, 64, 65, 130, 700)
 
 # Head dim, dtype, options of plan(), where there is a page_size also of to_pages(), and the batch.
@@ -226,6 +228,7 @@ def decode(device: str = "cuda") -> list[Variant]:
 
 
 if __name__ == "__main__":
+    faulthandler.dump_traceback_later(STUCK)  # does it wait for the GPU, or stand elsewhere?
     compile_with_line_info()
     launched = {"prefill": prefill, "decode": decode}[sys.argv[1]]()
     print(f"launched {len(launched)} kernels")
