@@ -6,17 +6,22 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from flashskip._options import refusal
+from flashskip._options import check_no_gradient, refusal
 
 BATCH_SIZE = "the batch size, which is len(indptr) - 1"
 
 
+MOST = 2**31 - 1  # of any count: kernels hold them in 32 bits
+
+
 def check_count(name: str, value: object, least: int = 1) -> None:
-    """Raise unless `value` is an int of at least `least`."""
+    """Raise unless `value` is an int of at least `least` that kernels can hold."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} is {value!r}; expected an int. Pass a Python int.")
     if value < least:
         raise refusal(f"{name} is {value}", f"at least {least}", "Correct the value")
+    if value > MOST:
+        raise refusal(f"{name} is {value}", f"at most {MOST}", "Correct the value")
 
 
 def check_head_dim(name: str, value: object) -> None:
@@ -120,9 +125,9 @@ def check_indptr_contents(name: str, t: torch.Tensor) -> None:
             "0",
             "Offsets count from the first row",
         )
-    steps = t[1:] - t[:-1]
-    if bool((steps < 0).any()):
-        i = int((steps < 0).nonzero()[0])
+    decreases = t[1:] < t[:-1]  # a difference could wrap
+    if bool(decreases.any()):
+        i = int(decreases.nonzero()[0])
         raise ValueError(
             f"{name}[{i + 1}] is {int(t[i + 1])} after {int(t[i])}; expected offsets that never "
             f"decrease. "
@@ -177,6 +182,8 @@ def check_pages_contents(
         limit = (
             "0 or more" if num_pages is None else f"0 to {num_pages - 1}, the pages of the cache"
         )
+        if num_pages == 0:
+            limit = "no page id, as the cache has no pages"
         raise ValueError(
             f"{prefix}indices[{i}] is {int(used[i])}; expected {limit}. Correct the page table."
         )
@@ -282,14 +289,9 @@ def check_inputs(
             raise TypeError(
                 f"{names[i]} is {found}; expected a torch.Tensor with rows. Convert it."
             )
-    if torch.is_grad_enabled():
-        for name, given in (*zip(names, inputs, strict=False), ("sinks", sinks)):
-            if given is not None and given.requires_grad:
-                raise refusal(
-                    f"{name} requires a gradient",
-                    "tensors without gradient: flashskip is forward only",
-                    "Call under torch.no_grad() or pass a detached tensor",
-                )
+    for name, given in (*zip(names, inputs, strict=False), ("sinks", sinks)):
+        if given is not None:
+            check_no_gradient(name, given)
 
 
 def check_indices(
@@ -315,35 +317,44 @@ def check_indices(
         The page table, all three or none: int32 ``[batch_size + 1]``, ``[num_indices]``,
         ``[batch_size]``.
     page_size : int, optional
-        Tokens of a page; needed with a page table.
+        Tokens of a page; needed with a page table, and without effect otherwise.
     num_pages : int, optional
-        Pages of the cache; without it page ids have no upper limit.
+        Pages of the cache, with a page table; without it page ids have no upper limit.
 
     Raises
     ------
-    ValueError
-        If offsets do not start at 0 or decrease, a last page is empty or overfull, or a page id
-        lies outside the cache.
+    ValueError, TypeError
+        If offsets do not start at 0 or decrease, batch sizes differ, a last page is empty or
+        overfull, a page id lies outside the cache, or an argument has no effect.
     """
+    batch_size = None
     for name, indptr in (("qo_indptr", qo_indptr), ("kv_indptr", kv_indptr)):
         if indptr is not None:
             check_vector(name, indptr, None)
-            check_indptr(name, indptr.cpu())
+            batch_size = check_indptr(name, indptr.cpu(), batch_size)
     table = (paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
     names = ("paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
     for name, t in zip(names, table, strict=True):
         if t is not None:
             check_vector(name, t, None)
     given = [t.cpu() for t in table if t is not None]
-    if 0 < len(given) < 3 or (bool(given) and page_size is None):
+    if len(given) not in (0, 3) or (len(given) == 3) != (page_size is not None):
         raise refusal(
             f"{len(given)} of the three page table tensors are given, page_size is {page_size}",
             "paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len and page_size together",
-            "Pass all four",
+            "Pass all four, or none",
         )
+    if num_pages is not None:
+        check_count("num_pages", num_pages, least=0)
+        if not given:
+            raise refusal(
+                f"num_pages is {num_pages} without a page table, where it has no effect",
+                "num_pages only with the page table tensors",
+                "Drop num_pages",
+            )
     if given:
         assert page_size is not None
         check_count("page_size", page_size)
-        batch_size = check_indptr("paged_kv_indptr", given[0])
+        batch_size = check_indptr("paged_kv_indptr", given[0], batch_size)
         check_vector("paged_kv_last_page_len", given[2], batch_size)
         check_pages_contents(given[0], given[1], given[2], page_size, num_pages)

@@ -42,6 +42,7 @@ def examine() -> Iterator[Finding]:
         ("ninja", _ninja),
         ("GPU", _gpu),
         ("cache", _cache),
+        ("manifest", _manifest),
     ]
     for subject, check in checks:
         try:
@@ -120,9 +121,22 @@ def _cache() -> Iterator[Finding]:
         else:
             text = f"{seed} is not a directory; correct FLASHSKIP_CACHE_SEED"
             yield Finding("FAIL", "seed", text)
+    _env.cache_max_bytes()  # what is wrong with it keeps kernels from being found
     if _env.disable_jit():
         text = "set: a kernel that is in no cache is an error"
         yield Finding("note", "FLASHSKIP_DISABLE_JIT", text)
+
+
+def _manifest() -> Iterator[Finding]:
+    path = _env.manifest()
+    if path is None:
+        return
+    try:
+        with path.open("a"):
+            yield Finding("ok", "manifest", str(path))
+    except OSError as error:
+        text = f"{error}: kernels are used, but not recorded; correct FLASHSKIP_MANIFEST"
+        yield Finding("note", "manifest", text)
 
 
 def _directory(directory: Path) -> Finding:

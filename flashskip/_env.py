@@ -91,17 +91,23 @@ def configure_logging() -> None:
         logger.addHandler(handler)
 
 
+def manifest() -> Path | None:
+    """Return FLASHSKIP_MANIFEST."""
+    chosen = os.environ.get("FLASHSKIP_MANIFEST")
+    return _absolute(chosen) if chosen else None
+
+
 def record_used(symbol: str) -> None:
     """Append a kernel's symbol to FLASHSKIP_MANIFEST, if that is set."""
-    manifest = os.environ.get("FLASHSKIP_MANIFEST")
-    if not manifest:
+    path = manifest()
+    if path is None:
         return
     try:
-        with _absolute(manifest).open("a", encoding="utf-8") as file:
+        with path.open("a", encoding="utf-8") as file:
             file.write(f"{symbol}\n")  # one short write: lines of several processes do not mix
     except OSError as error:
         logging.getLogger("flashskip").warning(
-            "cannot append to FLASHSKIP_MANIFEST=%s: %s", manifest, error
+            "cannot append to FLASHSKIP_MANIFEST=%s: %s", path, error
         )
 
 

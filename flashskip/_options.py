@@ -18,6 +18,7 @@ DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", FP8: "e4m3"}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # the last one on the CPU
 OVERFLOWS = ("dense", "clamp")
 CRITERIA = ("threshold", "budget", "measure")
+_NEVER_SKIPS = ", or pass skip_softmax_threshold=0.0 for a skip kernel that never skips"
 SMALLEST, LARGEST = 1e-15, 1e15  # of numbers: kernels hold them, and their quotients, in fp32
 LIVE = ("skip_softmax_threshold", "skip_softmax_threshold_scale_factor")  # may be tensors
 
@@ -190,7 +191,10 @@ class PlanOptions:
         or_zero: bool = False,
     ) -> None:
         value = getattr(self, name)
-        if value is None or (isinstance(value, torch.Tensor) and name in LIVE):
+        if value is None:
+            return
+        if isinstance(value, torch.Tensor) and name in LIVE:
+            check_no_gradient(name, value)
             return
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise TypeError(f"{name} is {value!r}; expected a number. Pass a Python float.")
@@ -255,8 +259,7 @@ class PlanOptions:
                     f"{name} is given without a skip test, where it has no effect",
                     f"{name} only with a threshold, a scale factor or a budget"
                     + (" or skip_criterion='measure'" if name in ("order", "vote_kv") else ""),
-                    f"Drop {name}, or pass skip_softmax_threshold=0.0 for a skip kernel that never "
-                    f"skips",
+                    f"Drop {name}" + ("" if self.decides else _NEVER_SKIPS),
                 )
 
 
@@ -272,6 +275,16 @@ def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
             f"{name} is {value!r}",
             "one of " + ", ".join(map(repr, choices)),
             "Pass one of these",
+        )
+
+
+def check_no_gradient(name: str, t: torch.Tensor) -> None:
+    """Raise where a gradient would be expected of `t`."""
+    if t.requires_grad and torch.is_grad_enabled():
+        raise refusal(
+            f"{name} requires a gradient",
+            "a tensor without: flashskip is forward only",
+            "Call under torch.no_grad() or pass a detached tensor",
         )
 
 

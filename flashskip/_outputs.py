@@ -8,7 +8,7 @@ from operator import mul
 
 import torch
 
-from flashskip._options import check_choice, refusal
+from flashskip._options import check_choice, check_no_gradient, refusal
 
 LSE_SCALES = {"log2": 1.0, "e": math.log(2.0)}
 
@@ -46,12 +46,7 @@ def check_lse(
 
 def check_written(name: str, t: torch.Tensor, others: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Raise unless `t` can be written while the named `others` are read or written."""
-    if t.requires_grad and torch.is_grad_enabled():
-        raise refusal(
-            f"{name} requires a gradient",
-            "a tensor without: flashskip is forward only",
-            "Call under torch.no_grad() or pass a detached tensor",
-        )
+    check_no_gradient(name, t)
     check_no_self_overlap(name, t)
     for other_name, other in others:
         check_no_overlap(name, t, other_name, other)

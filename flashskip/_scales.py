@@ -9,7 +9,7 @@ import torch
 
 from flashskip._checks import check_vector
 from flashskip._cpu import Ragged
-from flashskip._options import FP8, refusal
+from flashskip._options import FP8, check_no_gradient, refusal
 
 
 class Scales(NamedTuple):
@@ -42,6 +42,7 @@ def given_scales(
                 f"Drop {name}",
             )
         if isinstance(scale, torch.Tensor):
+            check_no_gradient(name, scale)
             continue
         if isinstance(scale, bool) or not isinstance(scale, (int, float)):
             raise TypeError(

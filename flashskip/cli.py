@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from . import __version__, _env
 from ._jit import cache as kernel_cache
@@ -15,6 +16,8 @@ from ._jit.compile import Program
 from ._jit.kernel import fetch
 from .errors import FlashSkipError
 from .variant import DOMAINS, Variant, every, matrix
+
+T = TypeVar("T")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -133,15 +136,16 @@ def _add_cache(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
-    return value
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of them; expected 1 or more")
+    return int(text)
 
 
 def _warmup(args: argparse.Namespace) -> int:
     variants = _wanted(args)
     directory = _directory(args.out)
+    if directory.exists() and not directory.is_dir():
+        raise _no_directory("--out", args.out, directory)
     programs, broken = _render(variants)
     print(f"{len(variants)} kernels for {args.arch} into {directory}")
     if args.out is None:
@@ -158,7 +162,7 @@ def _wanted(args: argparse.Namespace) -> list[Variant]:
     """Collect the Variants that a warmup's arguments name, each once."""
     from ._models import PRESETS, read_config, read_manifest
 
-    models = {str(path): read_config(path) for path in args.config}
+    models = {str(path): _read("--config", path, read_config) for path in args.config}
     models |= {preset: PRESETS[preset] for preset in args.preset}
     if args.fp8_cache and not models:
         raise ValueError(
@@ -172,10 +176,22 @@ def _wanted(args: argparse.Namespace) -> list[Variant]:
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
     for path in args.manifest:
-        variants += [v for v in read_manifest(path) if v.arch == args.arch]
+        recorded = _read("--manifest", path, read_manifest)
+        variants += [v for v in recorded if v.arch == args.arch]
     if not (args.config or args.preset or args.manifest):
         variants = [v for v in matrix() if v.arch == args.arch]
     return list(dict.fromkeys(variants))
+
+
+def _read(option: str, path: Path, reader: Callable[[Path], T]) -> T:
+    """Read a file that an option names."""
+    try:
+        return reader(path)
+    except OSError as error:
+        raise ValueError(
+            f"{option} is {path}, which cannot be read ({error.strerror}); expected a file. Check "
+            "the path"
+        ) from error
 
 
 def _render(variants: Sequence[Variant]) -> tuple[list[Program], list[str]]:
@@ -229,19 +245,29 @@ def _directory(chosen: Path | None) -> Path:
 
 
 def _existing(chosen: Path | None) -> Path:
-    """Return the directory to look after; a misspelt one is no empty cache."""
-    if chosen is not None and not chosen.is_dir():
-        raise ValueError(
-            f"--dir is {chosen}, which is no directory; expected a cache of kernels. Check the path"
-        )
-    return _directory(chosen)
+    """Return the directory to look after; a misspelt one, or a file, is no empty cache."""
+    directory = _directory(chosen)
+    if not directory.is_dir() and (chosen is not None or directory.exists()):
+        raise _no_directory("--dir", chosen, directory)
+    return directory
+
+
+def _no_directory(option: str, chosen: Path | None, directory: Path) -> ValueError:
+    name = "the cache directory (FLASHSKIP_CACHE_DIR)" if chosen is None else option
+    return ValueError(
+        f"{name} is {directory}, which is no directory; expected one for kernels. Check the path"
+    )
 
 
 def _cache_info(args: argparse.Namespace) -> int:
     directory = _directory(args.dir)
     listed = kernel_cache.entries(directory)
     megabytes = sum(entry.size for entry in listed) / 2**20
-    print(f"directory  {directory}{'' if directory.is_dir() else ' (not there yet)'}")
+    if directory.is_dir():
+        state = ""
+    else:
+        state = " (no directory)" if directory.exists() else " (not there yet)"
+    print(f"directory  {directory}{state}")
     print(f"kernels    {len(listed)}, {megabytes:.1f} MB of {_env.cache_max_bytes() >> 20} MB")
     for seed in _env.cache_seeds():
         print(f"seed       {seed}, {len(kernel_cache.entries(seed))} kernels")

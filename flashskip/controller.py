@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flashskip._checks import check_count
 from flashskip._options import refusal
 from flashskip.policy.formula import check_number
 from flashskip.policy.values import plan_device
@@ -26,7 +28,7 @@ class SparsityController:
     Parameters
     ----------
     target_sparsity : float
-        Share of visited tiles to skip, in (0, 1).
+        Share of visited tiles to skip, in (0, 1].
     threshold : float, optional
         Where to start; then the plan takes a final threshold.
     threshold_scale_factor : float, optional
@@ -59,8 +61,8 @@ class SparsityController:
 
     Raises
     ------
-    ValueError
-        If an argument is out of range, or not exactly one start is given.
+    ValueError, TypeError
+        If an argument is out of range or no number, or not exactly one start is given.
 
     Examples
     --------
@@ -91,6 +93,7 @@ class SparsityController:
         check_number("slope", slope, above=0.0)
         check_number("gain", gain, above=0.0, most=1.0)
         check_number("tolerance", tolerance, least=0.0, most=1.0)
+        check_count("batch_size", batch_size)
         if (threshold is None) == (threshold_scale_factor is None):
             raise refusal(
                 f"threshold is {threshold} and threshold_scale_factor is {threshold_scale_factor}",
@@ -114,6 +117,10 @@ class SparsityController:
             self._options = {"length_exponent": length_exponent, "overflow": "clamp"}
             limits = limits or (start / 1000, start * 1000)
         check_number(name, start, above=0.0, most=most)
+        if not isinstance(limits, Sequence) or len(limits) != 2:
+            raise TypeError(
+                f"limits is {limits!r}; expected the lowest and the highest value. Pass a pair."
+            )
         for limit in limits:
             check_number("limits", limit, above=0.0, most=most)
         if not limits[0] <= start <= limits[1]:
@@ -149,8 +156,8 @@ class SparsityController:
 
         Raises
         ------
-        ValueError
-            If there are none, or their last dimension is not 2.
+        ValueError, TypeError
+            If there are none, they are no tensors, or their last dimension is not 2.
         """
         if not stats:
             raise refusal(
@@ -159,6 +166,11 @@ class SparsityController:
                 "Pass wrapper.stats",
             )
         for counts in stats:
+            if not isinstance(counts, Tensor):
+                raise TypeError(
+                    f"stats is {type(counts).__name__}; expected a torch.Tensor. Pass "
+                    "wrapper.stats."
+                )
             if counts.dim() == 0 or counts.shape[-1] != 2:
                 raise refusal(
                     f"stats has shape {tuple(counts.shape)}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashskip._checks import check_indptr, check_pages_contents, check_vector
-from flashskip._options import check_choice, refusal
+from flashskip._options import check_choice, check_no_gradient, refusal
 from flashskip._outputs import check_no_self_overlap
 from flashskip._paged import cache_tensors, kv_lengths, split_cache
 
@@ -43,8 +43,8 @@ def append_paged_kv_cache(
     Raises
     ------
     ValueError, TypeError
-        Shapes, dtypes or the page table do not fit together; contents of the table are checked on
-        the CPU only.
+        Shapes, dtypes or the page table do not fit together, or k or v requires a gradient;
+        contents of the table are checked on the CPU only.
     """
     check_choice("kv_layout", kv_layout, ("NHD", "HND"))
     caches = _check_cache(cache_tensors(paged_kv_cache), kv_layout)
@@ -106,7 +106,7 @@ def _write(
         bits = _INTEGERS[new.element_size()]  # torch selects from no 8-bit floats
         there = cache.view(bits)
         there[page, slot] = torch.where(
-            any_counts[:, None, None], new.detach().view(bits)[which], there[page, slot]
+            any_counts[:, None, None], new.view(bits)[which], there[page, slot]
         )
 
 
@@ -148,6 +148,7 @@ def _check_new(name: str, new: object, cache: torch.Tensor) -> None:
     """Raise unless these are tokens of the cache."""
     if not isinstance(new, torch.Tensor):
         raise TypeError(f"{name} is {type(new).__name__}; expected a torch.Tensor. Convert it.")
+    check_no_gradient(name, new)
     fits = new.dim() == 3 and new.shape[1:] == cache.shape[2:]
     if not fits or (new.dtype, new.device) != (cache.dtype, cache.device):
         heads, head_dim = cache.shape[2:]

@@ -410,3 +410,13 @@ def test_command(tmp_path, monkeypatch, capsys):
     assert config == SkipSoftmaxConfig.from_checkpoint(tmp_path)
     assert config.coefficients["decode"].length_range == (479, 959)
     assert config.target_sparsity == {"decode": 0.3}
+
+
+def test_a_model_that_cannot_be_loaded_is_named(monkeypatch):
+    def refuse(model, device):
+        raise OSError("no such repository")
+
+    monkeypatch.setattr(cli, "_load", refuse)
+    message = "--model is '/nowhere', which cannot be loaded .no such repository.; expected a model"
+    with pytest.raises(ValueError, match=message):
+        cli.main(["--model", "/nowhere", "--out", "x.json"])

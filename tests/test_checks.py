@@ -201,6 +201,39 @@ def test_check_indices_finds_what_plan_does_not_read():
         flashskip.check_indices(**table)
 
 
+CHECKED_INDICES = [
+    ({"page_size": 16}, "0 of the three page table tensors are given, page_size is 16"),
+    ({"num_pages": 3}, "num_pages is 3 without a page table, where it has no effect"),
+    ({"num_pages": -1}, "num_pages is -1; expected at least 0"),
+    ({"num_pages": "3"}, "num_pages is '3'; expected an int"),
+    ({"num_pages": 0, "page_size": 4, "table": True}, "is 0; expected no page id, as the cache"),
+    ({"kv_indptr": _ints(0, 1, 2)}, "kv_indptr has 3 entries; expected 2"),
+    ({"qo_indptr": _ints(0, 1, 2), "page_size": 4, "table": True}, "paged_kv_indptr has 2 entries"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), CHECKED_INDICES)
+def test_check_indices_takes_nothing_without_effect(given, message):
+    given = {"qo_indptr": _ints(0, 1), **given}
+    if given.pop("table", False):
+        names = ("paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
+        given |= dict(zip(names, (_ints(0, 1), _ints(0), _ints(1)), strict=True))
+    with pytest.raises((ValueError, TypeError), match=message):
+        flashskip.check_indices(**given)
+
+
+def test_offsets_that_decrease_by_more_than_32_bits_hold():
+    far = _ints(0, 2**31 - 1, -(2**31))
+    with pytest.raises(ValueError, match=r"qo_indptr\[2\] is -2147483648 after 2147483647"):
+        flashskip.check_indices(qo_indptr=far)
+    with pytest.raises(ValueError, match=r"qo_indptr\[2\] is -2147483648"):
+        flashskip.BatchPrefillWrapper(torch.empty(0)).plan(
+            far, _ints(0, 0, 0), 2, 2, 64, q_data_type=BF16
+        )
+    with pytest.raises(ValueError, match=r"indptr\[2\] is -2147483648"):
+        _decode(indptr=far)
+
+
 def test_head_dims_whose_rows_cannot_lie_16_bytes_apart_are_refused():
     for dims, message in (((60,), "head_dim_qk is 60"), ((64, 60), "head_dim_vo is 60")):
         wrapper = flashskip.BatchPrefillWrapper(torch.empty(0))

@@ -124,10 +124,35 @@ def test_warmup_collects_all_that_its_arguments_name(
 @pytest.mark.parametrize(
     "arguments", [["--arch", "sm_80"], ["--preset", "gpt-9"], ["--jobs", "0"], ["--jobs", "many"]]
 )
-def test_warmup_refuses_wrong_arguments(arguments: list[str]) -> None:
+def test_warmup_refuses_wrong_arguments(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(["warmup", *arguments])
     assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert f"argument {arguments[0]}:" in said
+    assert repr(arguments[1]) in said
+    assert "_positive" not in said
+
+
+@pytest.mark.parametrize("option", ["--config", "--manifest"])
+def test_a_file_that_is_not_there_is_named_with_its_option(run: Run, option: str) -> None:
+    status, _, errors = run("warmup", option, "/nowhere")
+    assert (status, errors.count("\n")) == (1, 1)
+    assert f"{option} is /nowhere, which cannot be read (No such file" in errors
+
+
+def test_a_file_is_no_directory_of_kernels(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    assert f"--out is {file}, which is no directory" in run("warmup", "--out", file)[2]
+    monkeypatch.setenv("FLASHSKIP_CACHE_DIR", str(file))
+    status, _, errors = run("cache", "verify")
+    assert (status, f"(FLASHSKIP_CACHE_DIR) is {file}, which is no dir" in errors) == (1, True)
+    assert f"{file} (no directory)" in run("cache", "info")[1]
 
 
 # -- models --------------------------------------------------------------------------------------
@@ -386,6 +411,30 @@ def test_doctor_notes_a_cache_that_cannot_be_written(
     assert status == 0
     assert "note cache" in text
     assert "set FLASHSKIP_CACHE_DIR to a writable directory" in text
+
+
+@pytest.mark.parametrize("megabytes", ["-1", "0", "1.5"])
+def test_doctor_fails_where_no_kernel_can_be_found(
+    run: Run, monkeypatch: pytest.MonkeyPatch, megabytes: str
+) -> None:
+    monkeypatch.setenv("FLASHSKIP_CACHE_MAX_MB", megabytes)
+    status, text, _ = run("doctor")
+    assert status == 1
+    assert f"FAIL cache        FLASHSKIP_CACHE_MAX_MB='{megabytes}' is not a number" in text
+
+
+def test_doctor_notes_a_manifest_that_cannot_be_written(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHSKIP_MANIFEST", str(tmp_path / "manifest"))
+    assert f"ok   manifest     {tmp_path / 'manifest'}" in run("doctor")[1]
+    monkeypatch.setenv("FLASHSKIP_MANIFEST", str(tmp_path / "nowhere" / "manifest"))
+    status, text, _ = run("doctor")
+    assert (status, "note manifest" in text, "correct FLASHSKIP_MANIFEST" in text) == (
+        0,
+        True,
+        True,
+    )
 
 
 def test_demo_gets_the_remaining_arguments(monkeypatch: pytest.MonkeyPatch) -> None:

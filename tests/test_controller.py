@@ -164,14 +164,21 @@ def test_steers_a_wrapper():
         ({"threshold": 0.1, "limits": (0.01, 2.0)}, "limits is 2.0"),
         ({"threshold": 0.1, "gain": 0.0}, "gain is 0.0"),
         ({"threshold": 0.1, "target_sparsity": 1.5}, "target_sparsity is 1.5"),
+        ({"threshold": 0.1, "limits": (0.01, 0.2, 0.3)}, "limits is .0.01, 0.2, 0.3.; expected"),
+        ({"threshold": 0.1, "limits": 0.3}, "limits is 0.3; expected the lowest and"),
+        ({"threshold": 0.1, "batch_size": -1}, "batch_size is -1; expected at least 1"),
+        ({"threshold": 0.1, "batch_size": "2"}, "batch_size is '2'; expected an int"),
+        ({"threshold": 0.1, "device": "foo"}, "device is 'foo'; expected 'cpu'"),
+        ({"threshold": 0.1, "device": 7.5}, "device is 7.5; expected 'cpu'"),
+        ({"threshold": 0.1, "device": "cuda:9"}, "device is 'cuda:9'; expected one of . GPUs"),
     ],
 )
 def test_refusals(arguments, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         SparsityController(**{"target_sparsity": 0.5, "device": "cpu", **arguments})
 
 
-@pytest.mark.parametrize("stats", [(), (torch.zeros(3),), (torch.tensor(1),)])
+@pytest.mark.parametrize("stats", [(), (torch.zeros(3),), (torch.tensor(1),), ([1, 2],)])
 def test_counters_are_checked(stats):
-    with pytest.raises(ValueError, match="expected"):
+    with pytest.raises((ValueError, TypeError), match="expected"):
         SparsityController(0.5, threshold=0.1, device="cpu").update(*stats)

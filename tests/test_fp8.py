@@ -57,6 +57,8 @@ BAD_SCALES = [
     ({"k_scale": torch.ones(3)}, ValueError, "k_scale has 3 entries; expected 1, or 2"),
     ({"k_scale": torch.ones(2, 1)}, ValueError, "k_scale has shape .2, 1.; expected one dimension"),
     ({"v_scale": torch.ones(2).double()}, ValueError, "v_scale has dtype torch.float64"),
+    ({"k_scale": torch.ones(2).requires_grad_()}, ValueError, "k_scale requires a gradient"),
+    ({"v_scale": torch.ones(1).requires_grad_()}, ValueError, "v_scale requires a gradient"),
 ]
 
 

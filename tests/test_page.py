@@ -107,6 +107,8 @@ PAIR = torch.zeros(6, 4, 3, 8)
         ({"paged_kv_cache": (PAIR, PAIR[:2])}, r"paged_kv_cache\[1\] is .*expected the pages of"),
         ({"paged_kv_cache": (PAIR, PAIR[:1].expand(6, -1, -1, -1))}, "elements lie apart"),
         ({"paged_kv_cache": torch.zeros(6, 2, 4, 3, 8).requires_grad_()}, "requires a gradient"),
+        ({"k": torch.ones(4, 3, 8).requires_grad_()}, "k requires a gradient; expected"),
+        ({"v": torch.ones(4, 3, 8).requires_grad_()}, "v requires a gradient; expected"),
         ({"paged_kv_indices": torch.zeros(3, dtype=torch.int32, device="meta")}, "is on meta"),
         ({"paged_kv_indptr": [0, 2, 3]}, "paged_kv_indptr is list"),
     ],

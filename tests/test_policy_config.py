@@ -116,6 +116,9 @@ REFUSED = [
         ValueError,
         "threshold is given together with components",
     ),
+    ({"components": ["transformer"]}, TypeError, "components is .'transformer'.; expected a map"),
+    ({"components": {"transformer": None}}, TypeError, "components is .*; expected a mapping"),
+    ({"components": {"transformer": 0.1}}, TypeError, "components is .*; expected a mapping"),
 ]
 
 
@@ -284,6 +287,29 @@ def test_check_names_both_geometries_and_the_lengths():
     with pytest.warns(UserWarning, match="2048 to 8192 keys"):
         config.check("prefill", Geometry.prefill(), kv_len=8193)
     SkipSoftmaxConfig(threshold=0.5).check("prefill", Geometry.prefill(keys_per_vote=128))
+
+
+GATED = SkipSoftmaxConfig(threshold=0.1, disabled_until_timestep=0.5)
+CALLS = [
+    (lambda: GATED.options("prefill", batch_size="2"), "batch_size is '2'; expected an int"),
+    (lambda: GATED.options("prefill", batch_size=-1), "batch_size is -1; expected at least 1"),
+    (lambda: GATED.options("prefill", batch_size=1, device="foo"), "device is 'foo'; expected"),
+    (lambda: GATED.options("prefill", layer=3), "layer is 3; expected str or None"),
+    (lambda: GATED.options("prefill", component=3), "component is 3; expected str or None"),
+    (lambda: GATED.check("prefil", Geometry.prefill()), "phase is 'prefil'; expected one of"),
+    (lambda: GATED.check("prefill", None), "geometry is None; expected a Geometry"),
+    (lambda: GATED.check("prefill", Geometry.prefill(), kv_len="x"), "kv_len is 'x'; expected an"),
+    (lambda: SkipSoftmaxConfig.from_checkpoint(None), "source is None; expected a mapping"),
+    (lambda: SkipSoftmaxConfig.from_tensorrt_llm(7), "source is 7; expected a mapping"),
+    (lambda: SkipSoftmaxConfig.from_vllm_omni(7), "source is 7; expected a mapping"),
+    (lambda: SkipSoftmaxConfig.from_checkpoint({}, user={}), "user is {}; expected SkipSoftmaxC"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), CALLS, ids=[message for _, message in CALLS])
+def test_calls_name_what_is_wrong(call, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        call()
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,10 @@ def call(request: pytest.FixtureRequest) -> Call:
         ({"skip_softmax_threshold_scale_factor": 1e39}, "scale_factor is 1e"),
         ({"skip_softmax_threshold_scale_factor": 1.0, "length_exponent": 1e39}, "length_exponent"),
         ({"sinks": torch.zeros(7)}, "sinks has 7 entries; expected 8"),
+        (
+            {"skip_softmax_threshold": torch.zeros(2).requires_grad_()},
+            "skip_softmax_threshold requires a gradient",
+        ),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
@@ -82,6 +86,35 @@ def test_outputs_that_require_a_gradient(call: Call) -> None:
         assert_refused(error)
         with torch.no_grad():
             call.run(**given)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_counts_that_32_bits_do_not_hold(phase: str) -> None:
+    for place, huge in enumerate((2**31, 2**40)):
+        call = Call(phase)
+        call.shape[place] = huge
+        name = ("num_qo_heads", "num_kv_heads")[place]
+        with pytest.raises(ValueError, match=f"{name} is {huge}; expected at most 2147483647") as e:
+            call.plan()
+        assert_refused(e)
+
+
+@pytest.mark.parametrize("phase", [p for p in PHASES if p != "prefill"])
+def test_a_page_size_that_32_bits_do_not_hold(phase: str) -> None:
+    call = Call(phase)
+    call.shape[-1] = 2**33
+    with pytest.raises(ValueError, match="page_size is 8589934592; expected at most 2147483647"):
+        call.plan()
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_advice_that_leads_to_no_other_error(phase: str) -> None:
+    """A criterion that is given already is no reason to add a threshold."""
+    with pytest.raises(ValueError, match="collect_stats is given without a skip test") as error:
+        Call(phase).plan(skip_criterion="measure", collect_stats=True)
+    assert_refused(error)
+    assert str(error.value).endswith("Drop collect_stats.")
+    Call(phase).plan(skip_criterion="measure")
 
 
 def test_bases_that_are_none(call: Call) -> None:

@@ -42,6 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ImportError as error:
         print(f"flashskip calibrate: {error}", file=sys.stderr)
         return 2
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"--model is {args.model!r}, which cannot be loaded ({error}); expected a model's "
+            "folder or name, or a GGUF file. Check it"
+        ) from error
     measurements = _measure(model, tokenizer, _texts(args.texts), args)
     fits = calibrate(measurements, length_exponent=1.0 if args.two_parameter else None)
     for phase, fitted in fits.items():

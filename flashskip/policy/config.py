@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from flashskip._checks import check_count
 from flashskip._options import OVERFLOWS, check_choice, refusal
 from flashskip.geometry import ORDERS, Geometry
 from flashskip.policy import checkpoint as _checkpoint
@@ -130,6 +131,14 @@ class SkipSoftmaxConfig:
                 "overflow only with threshold_scale_factor or target_sparsity",
                 "Drop overflow",
             )
+        is_mapping = isinstance(self.components, Mapping)
+        if not is_mapping or not all(
+            isinstance(part, SkipSoftmaxConfig) for part in self.components.values()
+        ):
+            raise TypeError(
+                f"components is {self.components!r}; expected a mapping of names to "
+                "SkipSoftmaxConfig. Pass a dict."
+            )
         object.__setattr__(self, "components", dict(self.components))
         if self.components:
             self._check_components()
@@ -156,7 +165,8 @@ class SkipSoftmaxConfig:
         layer : str, optional
             Name of the module; needed where `ignore` names layers.
         component : str, optional
-            Part of a diffusion pipeline; needed where `components` are given.
+            Part of a diffusion pipeline; needed where `components` are given. Names in `ignore` may
+            begin with it.
         batch_size : int, optional
             Requests of the plan; needed by a gate.
         device : torch.device or str, optional
@@ -174,6 +184,9 @@ class SkipSoftmaxConfig:
             If a needed argument or coefficient is missing, or a target outside what was measured.
         """
         check_choice("phase", phase, PHASES)
+        _check_is(str, layer=layer, component=component)
+        if batch_size is not None:
+            check_count("batch_size", batch_size)
         if self.components:
             part = self._component(component)
             return part.options(phase, layer, component, batch_size=batch_size, device=device)
@@ -217,7 +230,20 @@ class SkipSoftmaxConfig:
             Keys of a request, where the caller knows them on the host.
         component : str, optional
             Part of a diffusion pipeline.
+
+        Raises
+        ------
+        ValueError, TypeError
+            An argument is none of these.
         """
+        check_choice("phase", phase, PHASES)
+        _check_is(str, component=component)
+        if not isinstance(geometry, Geometry):
+            raise TypeError(
+                f"geometry is {geometry!r}; expected a Geometry. Pass wrapper.geometry."
+            )
+        if kv_len is not None:
+            check_count("kv_len", kv_len, least=0)
         if self.components:
             self._component(component).check(phase, geometry, kv_len=kv_len)
             return
@@ -259,6 +285,7 @@ class SkipSoftmaxConfig:
         ValueError
             An unknown key or formula, missing or contradicting coefficients, a value out of range.
         """
+        _check_is(SkipSoftmaxConfig, user=user)
         user = cls() if user is None else user
         return _precedence.over_checkpoint(
             user, source, gate_given=user.disabled_until_timestep is not None
@@ -418,4 +445,13 @@ class SkipSoftmaxConfig:
                 f"component {nested} has components",
                 "one level",
                 "Flatten them",
+            )
+
+
+def _check_is(expected: type, **given: object) -> None:
+    """Raise unless each is None or of the type."""
+    for name, value in given.items():
+        if value is not None and not isinstance(value, expected):
+            raise TypeError(
+                f"{name} is {value!r}; expected {expected.__name__} or None. Pass one of these."
             )

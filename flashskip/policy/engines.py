@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashskip._options import refusal
-from flashskip.policy.values import load_mapping, plain
+from flashskip.policy.values import check_source, load_mapping, plain
 
 if TYPE_CHECKING:
     from flashskip.policy.config import SkipSoftmaxConfig
@@ -126,6 +126,7 @@ def write_vllm_omni(config: SkipSoftmaxConfig) -> dict[str, Any]:
 
 def _load(source: Source) -> Mapping[str, Any]:
     """Return a mapping: itself, or what a JSON or YAML file holds."""
+    check_source(source)
     return source if isinstance(source, Mapping) else load_mapping(Path(source))
 
 

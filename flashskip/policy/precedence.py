@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from flashskip.policy import checkpoint as _checkpoint
+from flashskip.policy.values import check_source
 
 if TYPE_CHECKING:
     from flashskip.policy.config import SkipSoftmaxConfig
@@ -28,6 +29,7 @@ def over_checkpoint(
     gate_given: bool,
 ) -> SkipSoftmaxConfig:
     """Return the user's configuration above a checkpoint's; what is wrong names the file too."""
+    check_source(source)
     try:
         return _over_components(user, source, gate_given)
     except (TypeError, ValueError) as error:

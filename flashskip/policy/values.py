@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -85,6 +86,14 @@ def matches(layer: str, component: str | None, patterns: Iterable[str]) -> bool:
     )
 
 
+def check_source(source: object) -> None:
+    """Raise unless this is a mapping, or names a file."""
+    if not isinstance(source, (Mapping, str, os.PathLike)):
+        raise TypeError(
+            f"source is {source!r}; expected a mapping, a str or an os.PathLike. Pass one of these."
+        )
+
+
 def load_mapping(path: Path) -> dict[str, Any]:
     """Parse a JSON file, or a YAML file by its suffix, and name it where it is damaged."""
     is_yaml = path.suffix in (".yaml", ".yml")
@@ -119,12 +128,26 @@ def _parse_yaml(path: Path, text: str) -> Any:
         raise ValueError(str(error)) from error
 
 
+def _device(given: torch.device | str) -> torch.device:
+    """Return the device, which must be here."""
+    try:
+        device = torch.device(given)
+    except (RuntimeError, TypeError) as error:
+        raise refusal(
+            f"device is {given!r}", "'cpu', 'cuda' or a torch.device", "Correct the name"
+        ) from error
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise refusal(f"device is {given!r}", f"one of {count} GPUs, or 'cpu'", "Correct the name")
+    return device
+
+
 def plan_device(device: torch.device | str | None) -> torch.device:
     """Where a wrapper without further hints would plan."""
     if device is not None:
-        device = torch.device(device)
-        if device.type != "cuda" or device.index is not None:
-            return device
+        chosen = _device(device)
+        if chosen.type != "cuda" or chosen.index is not None:
+            return chosen
     elif not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
