@@ -68,18 +68,23 @@ _LONG, _SHORT = "decode-1x131072-page64", "decode-256x1024-page64"
 _8K, _32K = "prefill-1x8192-causal", "prefill-1x32768-causal"
 _16K = "prefill-1x16384-full"
 TARGETS = (
-    *(Target(_LONG, share, skips) for share, skips in ((0.0, False), (0.0, True), (0.9, True))),
+    *(Target(_LONG, *k) for k in ((0.0, False), (0.0, True), (0.75, True), (0.9, True))),
     *(Target(_SHORT, 0.0, skips) for skips in (False, True)),
-    Target("decode-64x8192-page64", 0.9, True),
+    Target("decode-128x16384-page64-h64/8", 0.0, False),
+    *(Target("decode-64x8192-page64", *k) for k in ((0.0, False), (0.75, True), (0.9, True))),
+    *(Target("decode-64x8192-page1", 0.0, skips) for skips in (False, True)),
     *(Target("decode-64x8192-page64-d64", *kernel) for kernel in ((0.0, False), (0.75, True))),
     Target("decode-64x8192-page64-d96", 0.0, False),
     *(Target("decode-64x16384-page64-fp8", *kernel) for kernel in ((0.0, False), (0.75, True))),
     *(Target("decode-64x8192-page16", *k) for k in ((0.0, False), (0.0, True), (0.9, True))),
     *(Target("decode-256x1024-page16", 0.0, skips) for skips in (False, True)),
-    *(Target("decode-1x131072-page16", *k) for k in ((0.0, False), (0.0, True), (0.9, True))),
+    *(
+        Target("decode-1x131072-page16", *k)
+        for k in ((0.0, False), (0.0, True), (0.75, True), (0.9, True))
+    ),
     *(Target(case, 0.0, skips) for case in (_8K, _32K, f"{_8K}-d64") for skips in (False, True)),
     *(Target(f"{_8K}-{shape}", 0.0, False) for shape in ("d256", "d192/128")),
-    *(Target(f"{_8K}-page1", 0.0, skips) for skips in (False, True)),
+    *(Target(f"{_8K}-page{n}", 0.0, skips) for n in (1, 16) for skips in (False, True)),
     *(Target("prefill-1x32768-full", 0.0, skips) for skips in (False, True)),
     *(Target("prefill-1x8192-full", 0.0, skips) for skips in (False, True)),
     *(Target("prefill-4x4096-full", 0.0, skips) for skips in (False, True)),
