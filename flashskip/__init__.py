@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from . import reference
-    from ._checks import check_indices
     from ._options import PlanOptions
     from .controller import SparsityController
     from .decode import BatchDecodeWrapper
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
         UnsupportedDevice,
         UnsupportedVariant,
     )
+    from .indices import check_indices
     from .page import append_paged_kv_cache
     from .policy import DenoiseProgress, SkipSoftmaxConfig, record_denoise_step
     from .prefill import BatchPrefillWrapper
@@ -64,7 +64,7 @@ _HOME = {
     "UnsupportedVariant": "errors",
     "Variant": "variant",
     "append_paged_kv_cache": "page",
-    "check_indices": "_checks",
+    "check_indices": "indices",
     "merge_state": "state",
     "merge_states": "state",
     "record_denoise_step": "policy",

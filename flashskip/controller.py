@@ -93,7 +93,7 @@ class SparsityController:
         check_number("slope", slope, above=0.0)
         check_number("gain", gain, above=0.0, most=1.0)
         check_number("tolerance", tolerance, least=0.0, most=1.0)
-        check_count("batch_size", batch_size)
+        check_count("batch_size", batch_size, least=0)
         if (threshold is None) == (threshold_scale_factor is None):
             raise refusal(
                 f"threshold is {threshold} and threshold_scale_factor is {threshold_scale_factor}",

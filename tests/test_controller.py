@@ -166,7 +166,7 @@ def test_steers_a_wrapper():
         ({"threshold": 0.1, "target_sparsity": 1.5}, "target_sparsity is 1.5"),
         ({"threshold": 0.1, "limits": (0.01, 0.2, 0.3)}, "limits is .0.01, 0.2, 0.3.; expected"),
         ({"threshold": 0.1, "limits": 0.3}, "limits is 0.3; expected the lowest and"),
-        ({"threshold": 0.1, "batch_size": -1}, "batch_size is -1; expected at least 1"),
+        ({"threshold": 0.1, "batch_size": -1}, "batch_size is -1; expected at least 0"),
         ({"threshold": 0.1, "batch_size": "2"}, "batch_size is '2'; expected an int"),
         ({"threshold": 0.1, "device": "foo"}, "device is 'foo'; expected 'cpu'"),
         ({"threshold": 0.1, "device": 7.5}, "device is 7.5; expected 'cpu'"),

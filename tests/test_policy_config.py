@@ -292,7 +292,7 @@ def test_check_names_both_geometries_and_the_lengths():
 GATED = SkipSoftmaxConfig(threshold=0.1, disabled_until_timestep=0.5)
 CALLS = [
     (lambda: GATED.options("prefill", batch_size="2"), "batch_size is '2'; expected an int"),
-    (lambda: GATED.options("prefill", batch_size=-1), "batch_size is -1; expected at least 1"),
+    (lambda: GATED.options("prefill", batch_size=-1), "batch_size is -1; expected at least 0"),
     (lambda: GATED.options("prefill", batch_size=1, device="foo"), "device is 'foo'; expected"),
     (lambda: GATED.options("prefill", layer=3), "layer is 3; expected str or None"),
     (lambda: GATED.options("prefill", component=3), "component is 3; expected str or None"),

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from flashskip._checks import check_count
 from flashskip._options import OVERFLOWS, check_choice, refusal
 from flashskip.geometry import ORDERS, Geometry
 from flashskip.policy import checkpoint as _checkpoint
@@ -22,7 +21,9 @@ from flashskip.policy.precedence import SOURCES
 from flashskip.policy.progress import DenoiseProgress
 from flashskip.policy.values import (
     PerPhase,
+    check_is,
     check_phases,
+    check_size,
     checked_names,
     checked_per_phase,
     matches,
@@ -184,9 +185,8 @@ class SkipSoftmaxConfig:
             If a needed argument or coefficient is missing, or a target outside what was measured.
         """
         check_choice("phase", phase, PHASES)
-        _check_is(str, layer=layer, component=component)
-        if batch_size is not None:
-            check_count("batch_size", batch_size)
+        check_is(str, layer=layer, component=component)
+        check_size("batch_size", batch_size)
         if self.components:
             part = self._component(component)
             return part.options(phase, layer, component, batch_size=batch_size, device=device)
@@ -237,13 +237,12 @@ class SkipSoftmaxConfig:
             An argument is none of these.
         """
         check_choice("phase", phase, PHASES)
-        _check_is(str, component=component)
+        check_is(str, component=component)
         if not isinstance(geometry, Geometry):
             raise TypeError(
                 f"geometry is {geometry!r}; expected a Geometry. Pass wrapper.geometry."
             )
-        if kv_len is not None:
-            check_count("kv_len", kv_len, least=0)
+        check_size("kv_len", kv_len)
         if self.components:
             self._component(component).check(phase, geometry, kv_len=kv_len)
             return
@@ -285,7 +284,7 @@ class SkipSoftmaxConfig:
         ValueError
             An unknown key or formula, missing or contradicting coefficients, a value out of range.
         """
-        _check_is(SkipSoftmaxConfig, user=user)
+        check_is(SkipSoftmaxConfig, user=user)
         user = cls() if user is None else user
         return _precedence.over_checkpoint(
             user, source, gate_given=user.disabled_until_timestep is not None
@@ -445,13 +444,4 @@ class SkipSoftmaxConfig:
                 f"component {nested} has components",
                 "one level",
                 "Flatten them",
-            )
-
-
-def _check_is(expected: type, **given: object) -> None:
-    """Raise unless each is None or of the type."""
-    for name, value in given.items():
-        if value is not None and not isinstance(value, expected):
-            raise TypeError(
-                f"{name} is {value!r}; expected {expected.__name__} or None. Pass one of these."
             )

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from flashskip._checks import check_count
 from flashskip._options import refusal
 from flashskip.policy.formula import PHASES, check_number
 
@@ -84,6 +85,21 @@ def matches(layer: str, component: str | None, patterns: Iterable[str]) -> bool:
         for name in names
         for pattern in patterns
     )
+
+
+def check_is(expected: type, **given: object) -> None:
+    """Raise unless each is None or of the type."""
+    for name, value in given.items():
+        if value is not None and not isinstance(value, expected):
+            raise TypeError(
+                f"{name} is {value!r}; expected {expected.__name__} or None. Pass one of these."
+            )
+
+
+def check_size(name: str, value: object) -> None:
+    """Raise unless this is None or a size of a tensor, which torch.compile may not know yet."""
+    if value is not None and not isinstance(value, torch.SymInt):
+        check_count(name, value, least=0)
 
 
 def check_source(source: object) -> None:
