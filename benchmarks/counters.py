@@ -67,8 +67,9 @@ class Target(NamedTuple):
 _LONG, _SHORT = "decode-1x131072-page64", "decode-256x1024-page64"
 _8K, _32K = "prefill-1x8192-causal", "prefill-1x32768-causal"
 _16K = "prefill-1x16384-full"
+_DENSE_TO_SPARSE = ((0.0, False), (0.0, True), (0.75, True), (0.9, True))  # shares, skips
 TARGETS = (
-    *(Target(_LONG, *k) for k in ((0.0, False), (0.0, True), (0.75, True), (0.9, True))),
+    *(Target(_LONG, *k) for k in _DENSE_TO_SPARSE),
     *(Target(_SHORT, 0.0, skips) for skips in (False, True)),
     Target("decode-128x16384-page64-h64/8", 0.0, False),
     *(Target("decode-64x8192-page64", *k) for k in ((0.0, False), (0.75, True), (0.9, True))),
@@ -78,17 +79,14 @@ TARGETS = (
     *(Target("decode-64x16384-page64-fp8", *kernel) for kernel in ((0.0, False), (0.75, True))),
     *(Target("decode-64x8192-page16", *k) for k in ((0.0, False), (0.0, True), (0.9, True))),
     *(Target("decode-256x1024-page16", 0.0, skips) for skips in (False, True)),
-    *(
-        Target("decode-1x131072-page16", *k)
-        for k in ((0.0, False), (0.0, True), (0.75, True), (0.9, True))
-    ),
+    *(Target("decode-1x131072-page16", *k) for k in _DENSE_TO_SPARSE),
     *(Target(case, 0.0, skips) for case in (_8K, _32K, f"{_8K}-d64") for skips in (False, True)),
     *(Target(f"{_8K}-{shape}", 0.0, False) for shape in ("d256", "d192/128")),
     *(Target(f"{_8K}-page{n}", 0.0, skips) for n in (1, 16) for skips in (False, True)),
     *(Target("prefill-1x32768-full", 0.0, skips) for skips in (False, True)),
     *(Target("prefill-1x8192-full", 0.0, skips) for skips in (False, True)),
     *(Target("prefill-4x4096-full", 0.0, skips) for skips in (False, True)),
-    *(Target(_16K, *k) for k in ((0.0, False), (0.0, True), (0.75, True), (0.9, True))),
+    *(Target(_16K, *k) for k in _DENSE_TO_SPARSE),
     *(Target("prefill-chunk-512-on-131072", 0.0, skips) for skips in (False, True)),
     *(Target("prefill-mix16-causal", 0.0, skips) for skips in (False, True)),
 )

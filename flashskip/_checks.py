@@ -9,8 +9,6 @@ import torch
 from flashskip._options import check_no_gradient, refusal
 
 BATCH_SIZE = "the batch size, which is len(indptr) - 1"
-
-
 MOST = 2**31 - 1  # of any count: kernels hold them in 32 bits
 
 
@@ -179,11 +177,12 @@ def check_pages_contents(
         outside |= used >= num_pages
     if bool(outside.any()):
         i = int(outside.nonzero()[0])
-        limit = (
-            "0 or more" if num_pages is None else f"0 to {num_pages - 1}, the pages of the cache"
-        )
-        if num_pages == 0:
+        if num_pages is None:
+            limit = "0 or more"
+        elif num_pages == 0:
             limit = "no page id, as the cache has no pages"
+        else:
+            limit = f"0 to {num_pages - 1}, the pages of the cache"
         raise ValueError(
             f"{prefix}indices[{i}] is {int(used[i])}; expected {limit}. Correct the page table."
         )

@@ -18,7 +18,6 @@ DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", FP8: "e4m3"}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # the last one on the CPU
 OVERFLOWS = ("dense", "clamp")
 CRITERIA = ("threshold", "budget", "measure")
-_NEVER_SKIPS = ", or pass skip_softmax_threshold=0.0 for a skip kernel that never skips"
 SMALLEST, LARGEST = 1e-15, 1e15  # of numbers: kernels hold them, and their quotients, in fp32
 LIVE = ("skip_softmax_threshold", "skip_softmax_threshold_scale_factor")  # may be tensors
 
@@ -255,11 +254,16 @@ class PlanOptions:
         ]
         for name, changed, has_effect in needs:
             if changed and not has_effect:
+                advice = f"Drop {name}"
+                if not self.decides:
+                    advice += (
+                        ", or pass skip_softmax_threshold=0.0 for a skip kernel that never skips"
+                    )
                 raise refusal(
                     f"{name} is given without a skip test, where it has no effect",
                     f"{name} only with a threshold, a scale factor or a budget"
                     + (" or skip_criterion='measure'" if name in ("order", "vote_kv") else ""),
-                    f"Drop {name}" + ("" if self.decides else _NEVER_SKIPS),
+                    advice,
                 )
 
 

@@ -19,6 +19,7 @@ def check_page_table(
     page_size: int,
     batch_size: int | None = None,
     prefix: str = "",
+    num_pages: int | None = None,
 ) -> dict[str, int]:
     """Raise unless these are a page table; return how many pages CPU indices reach.
 
@@ -29,7 +30,7 @@ def check_page_table(
     check_vector(f"{prefix}last_page_len", last_page_len, batch_size, device=indptr.device)
     if indptr.device.type != "cpu":
         return {}
-    check_pages_contents(indptr, indices, last_page_len, page_size, prefix=prefix)
+    check_pages_contents(indptr, indices, last_page_len, page_size, num_pages, prefix)
     used = indices[: int(indptr[-1])]
     return {"indices": 1 + int(used.max()) if used.numel() else 0}
 

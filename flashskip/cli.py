@@ -137,7 +137,7 @@ def _add_cache(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of them; expected 1 or more")
+        raise argparse.ArgumentTypeError(f"found {text!r}; expected a number, 1 or more")
     return int(text)
 
 

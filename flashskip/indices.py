@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from flashskip._checks import check_count, check_indptr, check_pages_contents, check_vector
+from flashskip._checks import check_count, check_indptr, check_vector
 from flashskip._options import refusal
+from flashskip._paged import check_page_table
 
 
 def check_indices(
@@ -69,6 +70,7 @@ def check_indices(
     if given:
         assert page_size is not None
         check_count("page_size", page_size)
-        batch_size = check_indptr("paged_kv_indptr", given[0], batch_size)
-        check_vector("paged_kv_last_page_len", given[2], batch_size)
-        check_pages_contents(given[0], given[1], given[2], page_size, num_pages)
+        indptr, indices, last_page_len = given
+        check_page_table(
+            indptr, indices, last_page_len, page_size, batch_size, "paged_kv_", num_pages
+        )

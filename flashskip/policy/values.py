@@ -152,9 +152,12 @@ def _device(given: torch.device | str) -> torch.device:
         raise refusal(
             f"device is {given!r}", "'cpu', 'cuda' or a torch.device", "Correct the name"
         ) from error
-    count = torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= count:
-        raise refusal(f"device is {given!r}", f"one of {count} GPUs, or 'cpu'", "Correct the name")
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise refusal(
+                f"device is {given!r}", f"one of {count} GPUs, or 'cpu'", "Correct the name"
+            )
     return device
 
 
